@@ -1,0 +1,53 @@
+"""The `mori-mp` command.
+
+typer and rich are the optional extra `cli`; they are imported when the command runs, so that the connector
+never needs them. Each command lives in a module of its own, named in COMMANDS as `module:function`.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "pipeline": "mori_mp.pipeline.command:pipeline",
+}
+_EXTRA = ("typer", "rich")
+
+
+def main() -> None:
+    """Entry point of the `mori-mp` script."""
+    missing = [name for name in _EXTRA if not _importable(name)]
+    if missing:
+        sys.exit(f"mori-mp: the command line needs {' and '.join(missing)}: pip install 'mori-mp[cli]'")
+    import typer
+
+    app = typer.Typer(
+        name="mori-mp",
+        help="Multi-process stage connector for vLLM-Omni: run it, look at it, measure it.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+    )
+
+    @app.callback()
+    def root() -> None:
+        """Keep commands as subcommands, even while there is only one."""
+
+    for name, place in COMMANDS.items():
+        module, _, function = place.partition(":")
+        app.command(name)(getattr(import_module(module), function))
+    app()
+
+
+def _importable(name: str) -> bool:
+    try:
+        import_module(name)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

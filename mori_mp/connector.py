@@ -1,0 +1,336 @@
+"""MoriTransferEngineConnector: what vLLM-Omni makes from a deploy YAML, and what its stages call.
+
+Name, configuration keys, methods and metadata are those of vllm-omni's in-tree class. Inside, this is only
+the joint of three things: the pool (`slots`), the sending half (`publisher` over a `heart` of processes) and
+the receiving half (`receiver`). Which of them exist follows from the role:
+
+    sender     listens from construction on
+    receiver   gets; a put() makes it listen where the next stage will look for it (a middle stage of
+               0 -> 1 -> 2 is made with role receiver and must put all the same)
+    dual       both from construction on
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from mori_mp import heart as hearts
+from mori_mp.backend import choose
+from mori_mp.config import ConnectorConfig
+from mori_mp.endpoint import resolve_host
+from mori_mp.health import connector_health
+from mori_mp.link import Us
+from mori_mp.publisher import Publisher
+from mori_mp.receiver import Receiver, Timeouts, Wanted
+from mori_mp.shared.errors import ConnectorClosed, PoolExhausted, SenderUnknown, StartupError
+from mori_mp.shared.pool import Pool, host_id
+from mori_mp.shared.wire import edge_name, internal_key
+from mori_mp.slots import PoolSlots
+from mori_mp.workers import engines
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_WAIT_SECONDS = 0.5
+
+
+class MoriTransferEngineConnector:
+    """A connector of one stage process.
+
+    Args:
+        config: the deploy YAML's `extra` plus what the host adds (role, stage_id, from_stage, to_stage,
+            ports). It is kept as it is in `.config`; README.md lists the keys that are ours.
+
+    Raises:
+        ConfigError: a key has a wrong value. EngineUnavailable: the backend asked for is not to be had.
+        PoolUnbacked: not enough memory for the pool. StartupError: the listener's port is taken, or a child
+        process cannot start.
+    """
+
+    supports_raw_data: bool = True
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._closed = True  # until there is something to close
+        settings = ConnectorConfig.from_dict(config)
+        self.config = config
+        self.settings = settings
+        self.stage_id = settings.stage_id
+        self.role = settings.role
+        self.host = resolve_host(settings.host)
+        self.sender_host: str | None = settings.sender_host
+        self.sender_zmq_port: int | None = settings.sender_zmq_port
+        if settings.log_level:
+            logging.getLogger("mori_mp").setLevel(settings.log_level)
+        choice = choose(settings)
+        self.backend_type, self.backend_reason = choice
+        self._epoch = uuid.uuid4().hex[:12]
+        self.engine_key = f"mori-mp-{self.role}-{self._epoch}-pid{os.getpid()}"
+        self._pool = Pool.create(settings.memory_pool_size, f"stage{max(self.stage_id, 0)}-{self._epoch}")
+        self.slots = PoolSlots(self._pool)
+        engine_desc, self._mem_desc = engines.describe(self.backend_type, self._pool)
+        self.publisher = Publisher(self.slots)
+        lease = settings.delivery != "landing"
+        self.receiver = Receiver(
+            Us(self._epoch, host_id(), engine_desc, self._mem_desc, lease),
+            self.slots,
+            Timeouts(settings.get_timeout_seconds, settings.query_timeout_seconds),
+            lease,
+            settings.decode == "view",
+        )
+        self.heart: hearts.Heart | None = None
+        self._starting = threading.Lock()
+        self._calls = 0
+        self._calls_changed = threading.Condition()
+        self.metrics = {"puts": 0, "bytes_put": 0, "errors": 0}
+        self._closed = False
+        try:
+            if self.role != "receiver":
+                self._ensure_heart()
+            if self.role != "sender" and settings.from_stage is not None and settings.to_stage is not None:
+                self._greet_sender(edge_name(settings.from_stage, settings.to_stage))
+        except BaseException:
+            self.close()
+            raise
+
+    # --------------------------------------------------------------------------- set-up
+    @property
+    def can_put(self) -> bool:
+        """Tell whether put() has, or can get, a listener to publish at."""
+        return self.heart is not None or self.settings.listener_endpoint() is not None
+
+    @property
+    def zmq_port(self) -> int | None:
+        """Return the port that this connector listens on, or would if it were asked to put."""
+        if self.heart is not None:
+            return self.heart.port
+        endpoint = self.settings.listener_endpoint()
+        return endpoint[1] if endpoint is not None else None
+
+    def _ensure_heart(self) -> hearts.Heart:
+        """Start the control process and workers once."""
+        heart = self.heart
+        if heart is not None:
+            return heart
+        with self._starting:
+            if self.heart is None:
+                endpoint = self.settings.listener_endpoint()
+                if endpoint is None:
+                    raise StartupError(
+                        f"stage {self.stage_id} cannot put: {self.settings.no_listener_reason()}"
+                    )
+                heart = hearts.start(
+                    self.settings,
+                    engine=self.backend_type,
+                    pool=self._pool,
+                    mem_desc=self._mem_desc,
+                    epoch=self._epoch,
+                    endpoint=(resolve_host(endpoint[0]), endpoint[1]),
+                    replay=self.publisher.replay,
+                    freed=self.publisher.freed,
+                )
+                self.publisher.attach(heart.supervisor.hot)
+                self.heart = heart
+            return self.heart
+
+    def _greet_sender(self, edge: str) -> None:
+        if self.sender_zmq_port:
+            self.receiver.link(resolve_host(self.sender_host), int(self.sender_zmq_port), edge)
+
+    def update_sender_info(self, sender_host: str, sender_zmq_port: int) -> None:
+        """Set the endpoint that get() asks when its metadata names none."""
+        self.sender_host, self.sender_zmq_port = sender_host, sender_zmq_port
+
+    def get_connection_info(self) -> dict[str, Any]:
+        """Return what another stage needs to reach this one."""
+        return {
+            "host": self.heart.host if self.heart is not None else self.host,
+            "zmq_port": self.zmq_port,
+            "engine_key": self.engine_key,
+            "can_put": self.can_put,
+        }
+
+    # ----------------------------------------------------------------------------- put
+    def put(
+        self, from_stage: str, to_stage: str, put_key: str, data: Any
+    ) -> tuple[bool, int, dict[str, Any] | None]:
+        """Publish a payload under a key on one edge; returns (ok, bytes, metadata).
+
+        bytes, tensors and ManagedBuffers travel raw (`is_fast_path`); a ManagedBuffer of this connector's own
+        pool is published without a copy. Anything else is encoded. (False, 0, None): an empty payload, or the
+        pool stayed too full; the log says which. A key put again replaces its payload.
+
+        Raises ConnectorClosed, PayloadError (the object cannot be encoded), StartupError (a receiver that
+        cannot listen).
+        """
+        with self._calling("put"):
+            heart = self._ensure_heart()
+            if heart.supervisor.failed:
+                self.metrics["errors"] += 1
+                logger.error("put of %r refused: %s", put_key, heart.supervisor.failed)
+                return False, 0, None
+            try:
+                done = self.publisher.put(put_key, internal_key(put_key, from_stage, to_stage), data)
+            except PoolExhausted as exc:
+                self.metrics["errors"] += 1
+                logger.error("put of %r (%s -> %s) failed: %s", put_key, from_stage, to_stage, exc)
+                return False, 0, None
+            if done is None:
+                logger.warning(
+                    "put of %r (%s -> %s) refused: the payload is empty", put_key, from_stage, to_stage
+                )
+                return False, 0, None
+            size, fast_path = done
+            self.metrics["puts"] += 1
+            self.metrics["bytes_put"] += size
+            return (
+                True,
+                size,
+                {
+                    "source_host": heart.host,
+                    "source_port": heart.port,
+                    "data_size": size,
+                    "is_fast_path": fast_path,
+                },
+            )
+
+    # ----------------------------------------------------------------------------- get
+    def get(
+        self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
+    ) -> tuple[Any, int] | None:
+        """Return (payload, bytes), or None when it is not there (yet).
+
+        metadata is put()'s, or host and port alone, or {get_key: metadata}, or None (the configured sender is
+        asked). With complete metadata a transfer is waited for; otherwise a miss returns at once.
+
+        Raises ConnectorClosed, SenderUnknown, CorruptPayload.
+        """
+        with self._calling("get"):
+            return self.receiver.get(self._wanted(from_stage, to_stage, get_key, metadata), None)
+
+    def get_with_deadline(
+        self,
+        from_stage: str,
+        to_stage: str,
+        get_key: str,
+        metadata: dict[str, Any] | None = None,
+        *,
+        deadline: float,
+    ) -> tuple[Any, int] | None:
+        """As get(), but wait for the payload until deadline (`time.monotonic()` seconds)."""
+        with self._calling("get"):
+            return self.receiver.get(self._wanted(from_stage, to_stage, get_key, metadata), deadline)
+
+    def _wanted(self, from_stage: str, to_stage: str, key: str, metadata: Any) -> Wanted:
+        if isinstance(metadata, Mapping) and isinstance(metadata.get(key), Mapping):
+            metadata = metadata[key]
+        found: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
+        host, port = found.get("source_host"), found.get("source_port")
+        if not port:
+            host, port = self.sender_host, self.sender_zmq_port
+        if not port:
+            raise SenderUnknown(
+                f"get of {key!r} ({from_stage} -> {to_stage}): no sender is known. Pass put()'s metadata, "
+                f"set sender_host and sender_zmq_port, or call update_sender_info()."
+            )
+        size = found.get("data_size") or 0
+        return Wanted(
+            internal_key(key, from_stage, to_stage),
+            edge_name(from_stage, to_stage),
+            resolve_host(host),
+            int(port),
+            int(size),
+            bool(found.get("is_fast_path", False)),
+        )
+
+    def get_wakeup_generation(self) -> int:
+        """Return a counter that moves when a get() that missed may succeed."""
+        with self._calling("get_wakeup_generation"):
+            return self.receiver.generation
+
+    def wait_for_change(self, generation: int, timeout: float) -> bool:
+        """Wait up to timeout seconds until the counter has moved past generation; tell whether it has."""
+        with self._calling("wait_for_change"):
+            return self.receiver.wait_for_change(generation, time.monotonic() + timeout)
+
+    def abandon_get(self, get_key: str) -> None:
+        """Forget an unresolved get(): key as given to get(), on every edge. Transfers under way go on."""
+        self.receiver.forget(get_key)
+
+    def reap_consumed(self) -> None:
+        """Take back the memory of payloads that receivers have consumed."""
+        if not self._closed:
+            with self._calling("reap_consumed"):
+                self.publisher.collect()
+
+    # ------------------------------------------------------------------- housekeeping
+    def cleanup(self, request_id: str, from_stage: str | None = None, to_stage: str | None = None) -> None:
+        """Withdraw what was put under a key: on one edge, or on every edge if no stages are given.
+
+        A payload that is being transferred is withdrawn when that has ended. An internal key
+        (`key@from_to`) is understood too. Raises ValueError when only one stage is given.
+        """
+        if (from_stage is None) != (to_stage is None):
+            raise ValueError("cleanup() takes both from_stage and to_stage, or neither")
+        if self._closed:
+            return
+        with self._calling("cleanup"):
+            if from_stage is not None:
+                self.publisher.withdraw(request_id, internal_key(request_id, from_stage, to_stage))
+            elif not self.publisher.withdraw(request_id) and "@" in request_id:
+                self.publisher.withdraw(request_id.rpartition("@")[0], request_id)
+
+    def health(self) -> dict[str, Any]:
+        """Describe the connector; answers within a second whatever state its children are in."""
+        if self._closed:
+            return {"status": "unhealthy", "error": "Connector is closed"}
+        with self._calling("health"):
+            self.publisher.collect()
+            return connector_health(self)
+
+    def close(self) -> None:
+        """End the children, let go of sockets, memory and files. Idempotent; takes at most 5 s."""
+        if getattr(self, "_closed", True):
+            return
+        self._closed = True
+        self.receiver.close()
+        with self._starting:
+            heart = self.heart
+        if heart is not None:
+            heart.supervisor.close()
+        with self._calls_changed:
+            idle = self._calls_changed.wait_for(lambda: self._calls == 0, _CLOSE_WAIT_SECONDS)
+        if idle:  # else a put() is still copying into the pool; its mapping goes with that thread
+            self._pool.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __enter__(self) -> MoriTransferEngineConnector:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _calling(self, what: str) -> Iterator[None]:
+        """Count a call, so that close() does not take the pool away under it."""
+        if self._closed:
+            raise ConnectorClosed(f"{what}(): the connector is closed")
+        with self._calls_changed:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._calls_changed:
+                self._calls -= 1
+                if self._closed:
+                    self._calls_changed.notify_all()

@@ -1,0 +1,35 @@
+"""Addresses: what `host: auto` means."""
+
+from __future__ import annotations
+
+import socket
+
+AUTO_HOSTS = frozenset({"", "auto", "*", "0.0.0.0", "::"})
+
+
+def resolve_host(host: str | None) -> str:
+    """Return host, or this machine's address on its default route where host is an `auto` word.
+
+    Sender and receiver of one machine resolve `auto` alike, which is how a receiver whose sender_host is
+    `auto` finds its sender.
+    """
+    if host is not None and host.strip().lower() not in AUTO_HOSTS:
+        return host.strip()
+    return local_address()
+
+
+def local_address() -> str:
+    """Return the source address of this machine's default route, or loopback if it has none.
+
+    Connecting a UDP socket sends nothing; it only makes the kernel choose a route.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("8.8.8.8", 80))
+            return str(probe.getsockname()[0])
+        except OSError:
+            pass
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"

@@ -1,0 +1,85 @@
+"""What a sender has told a receiver: payloads that are Ready, by key. A cache, bounded, never the authority.
+
+The sender's ledger decides what is there. A notice that got lost is asked for again (Audit), one that is
+stale is found out when it is pulled. Generations taken once are remembered for a while, so that a notice
+repeated by a restarted control process does not deliver a payload twice.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from mori_mp.shared.wire import Gone, Ready
+
+MAX_NOTICES = 65_536
+MAX_TAKEN = 16_384
+MAX_MISSED = 32
+
+
+class Mailbox:
+    """Notices of one sending stage (one epoch)."""
+
+    def __init__(self) -> None:
+        self._ready: OrderedDict[str, Ready] = OrderedDict()
+        self._taken: OrderedDict[int, None] = OrderedDict()
+        self._missed: dict[str, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def deliver(self, notice: Ready) -> list[int]:
+        """Take in a notice. Returns generations that the sender should be told are settled already."""
+        if notice.generation in self._taken:
+            return [notice.generation]
+        old = self._ready.get(notice.key)
+        if old is not None and old.generation > notice.generation:
+            return []
+        if old is not None and old.generation == notice.generation and len(old.data):
+            return []  # a repeated notice need not carry the bytes again
+        self._ready[notice.key] = notice
+        self._missed.pop(notice.key, None)
+        if len(self._ready) > MAX_NOTICES:
+            self._ready.popitem(last=False)
+        return []
+
+    def withdraw(self, notice: Gone) -> None:
+        """Forget a payload that is no longer to be had."""
+        ready = self._ready.get(notice.key)
+        if ready is not None and ready.generation == notice.generation:
+            del self._ready[notice.key]
+
+    def get(self, key: str) -> Ready | None:
+        """Look a key up; a miss is remembered for the next audit."""
+        ready = self._ready.get(key)
+        if ready is None and len(self._missed) < MAX_MISSED:
+            self._missed[key] = None
+        return ready
+
+    def take(self, ready: Ready) -> bool:
+        """Claim a notice for delivery; False if another thread has claimed it."""
+        current = self._ready.get(ready.key)
+        if current is None or current.generation != ready.generation:
+            return False
+        # pop() decides between threads: only one of them gets the entry.
+        return self._ready.pop(ready.key, None) is not None
+
+    def put_back(self, ready: Ready) -> None:
+        """Undo take(), after a delivery that failed and may be tried again."""
+        self._ready.setdefault(ready.key, ready)
+
+    def forget(self, key: str) -> None:
+        """Drop what is known and asked about a key."""
+        self._ready.pop(key, None)
+        self._missed.pop(key, None)
+
+    def mark_taken(self, generation: int) -> None:
+        """Remember that a generation has been delivered."""
+        self._taken[generation] = None
+        if len(self._taken) > MAX_TAKEN:
+            self._taken.popitem(last=False)
+
+    def collect_missed(self) -> list[str]:
+        """Return the keys missed since the last call, to audit."""
+        missed = list(self._missed)
+        self._missed.clear()
+        return missed

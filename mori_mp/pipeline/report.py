@@ -1,0 +1,201 @@
+"""What the operator sees of a run: tables for the terminal and one JSON document for tools.
+
+Everything printed comes from a RunOutcome; rich is used here and nowhere in a stage process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from mori_mp.pipeline.processes import ProcessRow
+from mori_mp.pipeline.runner import RunOutcome, StageReport
+from mori_mp.pipeline.stats import EdgeReport, ratio
+
+
+# ------------------------------------------------------------------------------ terminal
+def traffic_table(edges: Sequence[EdgeReport], title: str) -> Table:
+    """One line for each edge: what travelled, and everything that went wrong."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("edge")
+    for name in ("chunks", "MB", "GB/s", "misses", "retries", "errors", "lost", "corrupt"):
+        table.add_column(name, justify="right")
+    for edge in edges:
+        table.add_row(
+            edge.edge,
+            str(edge.received.chunks),
+            f"{edge.received.bytes / 1e6:.2f}",
+            f"{edge.gb_per_s:.3f}",
+            str(edge.received.misses),
+            str(edge.sent.retries),
+            str(edge.sent.errors + edge.received.errors),
+            _alarm(edge.lost),
+            _alarm(edge.received.wrong()),
+        )
+    return table
+
+
+def time_table(edges: Sequence[EdgeReport]) -> Table:
+    """put() and put→usable of each edge, in microseconds."""
+    table = Table(title="times in µs", title_justify="left")
+    table.add_column("edge")
+    table.add_column("time")
+    for name in ("chunks", "p50", "p90", "p99", "max"):
+        table.add_column(name, justify="right")
+    for edge in edges:
+        for name, times in (("put", edge.sent.put_us), ("put→usable", edge.received.usable_us)):
+            values = (times.p50, times.p90, times.p99, times.max) if times.count else ()
+            cells = [f"{value:.0f}" for value in values] or ["-"] * 4
+            table.add_row(edge.edge, name, str(times.count), *cells)
+    return table
+
+
+def stage_table(stages: Sequence[StageReport]) -> Table:
+    """One line for each stage: its connector's own account, where health() gives one."""
+    table = Table(title="stages", title_justify="left")
+    table.add_column("stage")
+    for name in ("pid", "CPU s", "close s", "pool used", "deliveries"):
+        table.add_column(name, justify="right")
+    for stage in stages:
+        pool = stage.health.get("pool")
+        used = pool.get("used_bytes", "") if isinstance(pool, dict) else ""
+        table.add_row(
+            str(stage.stage_id), str(stage.pid), _optional(stage.cpu_s), _optional(stage.close_s), str(used),
+            _deliveries(stage.health),
+        )  # fmt: skip
+    return table
+
+
+def process_table(rows: Sequence[ProcessRow]) -> Table:
+    """All processes of the run, as `ps` would list them."""
+    table = Table(title="processes during the run", title_justify="left")
+    table.add_column("role")
+    for name in ("pid", "parent", "RSS MiB", "threads", "CPU s", "CPUs allowed"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.role, str(row.pid), str(row.parent), f"{row.rss_mib:.1f}", str(row.threads),
+            f"{row.cpu_s:.2f}", row.cpus,
+        )  # fmt: skip
+    return table
+
+
+def comparison_table(outcomes: dict[str, RunOutcome]) -> Table:
+    """put and put→usable of two runs side by side, and how many times longer the second took."""
+    first, second = outcomes
+    table = Table(
+        title=f"{first} and {second}", title_justify="left", caption=f"µs; ratio = {second} / {first}"
+    )
+    table.add_column("edge")
+    table.add_column("time")
+    for name in (f"{first} p50", f"{second} p50", "ratio", f"{first} p99", f"{second} p99", "ratio"):
+        table.add_column(name, justify="right")
+    for row in compare(outcomes):
+        cells = []
+        for quantile in ("p50", "p99"):
+            values = row[quantile]
+            cells += [f"{values[first]:.0f}", f"{values[second]:.0f}", _optional(values["ratio"])]
+        table.add_row(row["edge"], row["time"], *cells)
+    return table
+
+
+def print_outcome(console: Console, outcome: RunOutcome, title: str, *, show_processes: bool) -> None:
+    """Tables, notes of the edges, and the verdict."""
+    console.print(traffic_table(outcome.edges, title))
+    console.print(time_table(outcome.edges))
+    console.print(stage_table(outcome.stages))
+    if show_processes:
+        console.print(process_table(outcome.processes))
+    for edge in outcome.edges:
+        for note in [*edge.sent.notes, *edge.received.notes]:
+            console.print(Text(f"edge {edge.edge}: {note}", style="yellow"))
+    for problem in outcome.problems:
+        console.print(Text(f"FAIL {problem}", style="bold red"))
+    if outcome.ok:
+        chunks = sum(edge.received.chunks for edge in outcome.edges)
+        console.print(
+            Text(
+                f"PASS {chunks} chunks, all right, nothing left over ({outcome.wall_s:.1f} s)", style="green"
+            )
+        )
+
+
+class LiveView:
+    """Observer of a run: a table that follows it, and the stages' own output where asked for."""
+
+    def __init__(self, console: Console, title: str, *, live: bool, echo: bool) -> None:
+        self._console = console
+        self._title = title
+        self._echo = echo
+        self._live = Live(console=console, auto_refresh=False, transient=True) if live else None
+
+    def __enter__(self) -> LiveView:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def progress(self, edges: list[EdgeReport]) -> None:
+        if self._live is not None:
+            tables = Group(traffic_table(edges, self._title), time_table(edges))
+            self._live.update(tables, refresh=True)
+
+    def stage_line(self, stage_id: int, line: str) -> None:
+        if self._echo:
+            self._console.print(Text(line, style="dim"))
+
+
+# ---------------------------------------------------------------------------------- JSON
+def as_document(outcome: RunOutcome) -> dict[str, Any]:
+    """The outcome as JSON values; `ok` says whether the run passed."""
+    document: dict[str, Any] = msgspec.to_builtins(outcome)
+    return {"ok": outcome.ok, **document}
+
+
+def compare(outcomes: dict[str, RunOutcome]) -> list[dict[str, Any]]:
+    """Rows {edge, time, p50, p99}; a quantile holds both runs' microseconds and `ratio`, second / first."""
+    (first, a), (second, b) = outcomes.items()
+    rows = []
+    for left, right in zip(a.edges, b.edges, strict=True):
+        for time, one, two in (
+            ("put", left.sent.put_us, right.sent.put_us),
+            ("put→usable", left.received.usable_us, right.received.usable_us),
+        ):
+            row: dict[str, Any] = {"edge": left.edge, "time": time}
+            for quantile in ("p50", "p99"):
+                x, y = getattr(one, quantile), getattr(two, quantile)
+                row[quantile] = {first: x, second: y, "ratio": ratio(y, x)}
+            rows.append(row)
+    return rows
+
+
+# ------------------------------------------------------------------------------- details
+def _alarm(count: int) -> Text:
+    return Text(str(count), style="bold red" if count else "")
+
+
+def _optional(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _deliveries(health: dict[str, Any]) -> str:
+    """`kind n` for each kind of delivery that the connector counted."""
+    kinds = health.get("deliveries")
+    if not isinstance(kinds, dict):
+        return ""
+    return ", ".join(f"{kind} {count}" for kind, count in kinds.items() if count)

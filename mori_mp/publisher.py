@@ -1,0 +1,187 @@
+"""The sending half of a connector: copies a payload into the pool and publishes it.
+
+put() is local: allocate a slot, copy, send one packet to the control process. None of it waits, and for
+payloads up to a few MiB none of it gives up the GIL. From then on the control process owns the payload's
+life; its Freed tells when the memory is ours again. Until that comes, the publication stays in `_live`, from
+where it is replayed to a new control process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import select
+import threading
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from mori_mp import codec
+from mori_mp.managed import ManagedBuffer
+from mori_mp.shared import wire
+from mori_mp.shared.errors import PayloadError, PoolExhausted
+from mori_mp.shared.messages import HotToControl, Publish, Withdraw
+from mori_mp.shared.syscalls import copy_memory
+from mori_mp.slots import PoolSlots
+from mori_mp.workers.hot import HotChannel
+
+logger = logging.getLogger(__name__)
+
+POOL_WAIT_SECONDS = 1.0
+"""How long put() waits for receivers to free memory of a full pool before it fails."""
+
+
+class _Publication(NamedTuple):
+    message: Publish
+    name: str
+
+
+class Publisher:
+    """See the module's docstring. Thread-safe."""
+
+    def __init__(self, slots: PoolSlots) -> None:
+        self._slots = slots
+        self._hot: HotChannel | None = None
+        self._generations = itertools.count(1)
+        self._live: dict[int, _Publication] = {}
+        self._by_name: dict[str, set[int]] = {}
+        self._offsets: set[int] = set()
+        self._lock = threading.Lock()
+        self.exhausted = 0
+
+    def attach(self, hot: HotChannel) -> None:
+        """Publish over this channel from now on."""
+        self._hot = hot
+
+    @property
+    def outstanding(self) -> int:
+        """Publications whose memory has not come back yet."""
+        return len(self._live)
+
+    # ---------------------------------------------------------------------------- put
+    def put(self, name: str, key: str, data: Any) -> tuple[int, bool] | None:
+        """Publish a payload under an internal key; name is what cleanup() will be called with.
+
+        Returns (bytes, fast_path), or None for an empty payload. Raises PayloadError for an object that
+        cannot be encoded, PoolExhausted when the pool stays too full for it.
+        """
+        if len(key.encode()) > wire.MAX_KEY_BYTES:
+            raise PayloadError(f"key {key[:80]!r}… is longer than {wire.MAX_KEY_BYTES} bytes")
+        self.collect()
+        own = self._own_slot(data)
+        if own is not None:
+            offset, size = own
+            self._publish(name, key, offset, size, True)
+            return size, True
+        if isinstance(data, ManagedBuffer) or _is_managed(data):
+            data = data.tensor
+        if isinstance(data, (bytes, bytearray, memoryview, torch.Tensor)):
+            address, size, keepalive = codec.raw_view(data)
+            if size == 0:
+                return None
+            offset = self._alloc(size)
+            copy_memory(self._slots.pool.address + offset, address, size)
+            del keepalive
+            self._publish(name, key, offset, size, True)
+            return size, True
+        plan = codec.plan(data)
+        offset = self._alloc(plan.nbytes)
+        try:
+            plan.write_into_address(self._slots.pool.address + offset)
+        except BaseException:
+            self._slots.give_back(offset)
+            raise
+        self._publish(name, key, offset, plan.nbytes, False)
+        return plan.nbytes, False
+
+    def _own_slot(self, data: Any) -> tuple[int, int] | None:
+        """Take a share of the slot of one of our own ManagedBuffers, to publish it as it is."""
+        if not isinstance(data, ManagedBuffer) or data.released:
+            return None
+        if data.pool_tensor.data_ptr() != self._slots.pool.address:
+            return None
+        with self._lock:
+            if data.offset in self._offsets:
+                return None  # published already: one block carries one publication, so copy
+            self._slots.share(data.offset)
+            self._offsets.add(data.offset)
+        return data.offset, data.size
+
+    def _alloc(self, size: int) -> int:
+        try:
+            return self._slots.alloc(size)
+        except PoolExhausted as full:
+            if size > full.free + sum(p.message.size for p in list(self._live.values())):
+                self.exhausted += 1
+                raise
+        deadline = time.monotonic() + POOL_WAIT_SECONDS
+        while True:
+            self._wait_freed(deadline)
+            try:
+                return self._slots.alloc(size)
+            except PoolExhausted:
+                if time.monotonic() >= deadline:
+                    self.exhausted += 1
+                    raise
+
+    def _wait_freed(self, deadline: float) -> None:
+        assert self._hot is not None
+        poller = select.poll()
+        if self._hot.fileno() >= 0:
+            poller.register(self._hot.fileno(), select.POLLIN)
+        poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        self.collect()
+
+    def _publish(self, name: str, key: str, offset: int, size: int, fast_path: bool) -> None:
+        assert self._hot is not None
+        message = Publish(key, next(self._generations), offset, size, fast_path)
+        with self._lock:
+            self._live[message.generation] = _Publication(message, name)
+            self._offsets.add(offset)
+            self._by_name.setdefault(name, set()).add(message.generation)
+        self._hot.send(message)
+
+    # ------------------------------------------------------------------------- release
+    def collect(self) -> None:
+        """Take back the memory that the control process has freed; never waits."""
+        if self._hot is not None:
+            self.freed(self._hot.drain())
+
+    def freed(self, generations: list[int]) -> None:
+        """Note that nothing can touch the memory of these generations any more."""
+        for generation in generations:
+            with self._lock:
+                publication = self._live.pop(generation, None)
+                if publication is None:
+                    continue
+                self._offsets.discard(publication.message.offset)
+                of_name = self._by_name[publication.name]
+                of_name.discard(generation)
+                if not of_name:
+                    del self._by_name[publication.name]
+            self._slots.give_back(publication.message.offset)
+
+    def withdraw(self, name: str, key: str | None = None) -> int:
+        """Withdraw what was put under name: on every edge, or only the internal key. Returns how many."""
+        if self._hot is None:
+            return 0
+        with self._lock:
+            generations = [
+                g for g in self._by_name.get(name, ()) if key is None or self._live[g].message.key == key
+            ]
+        if generations:
+            self._hot.send(Withdraw(generations))
+        self.collect()
+        return len(generations)
+
+    def replay(self) -> list[HotToControl]:
+        """List all live publications, oldest first, for a new control process."""
+        with self._lock:
+            live = [self._live[generation].message for generation in sorted(self._live)]
+        return [Publish(m.key, m.generation, m.offset, m.size, m.fast_path, True) for m in live]
+
+
+def _is_managed(data: Any) -> bool:
+    """Recognise vllm-omni's own ManagedBuffer without importing it."""
+    return type(data).__name__ == "ManagedBuffer" and isinstance(getattr(data, "tensor", None), torch.Tensor)

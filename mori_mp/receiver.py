@@ -1,0 +1,401 @@
+"""The receiving half of a connector: finds a payload, has it delivered, decodes it.
+
+What get() does depends on what is known, cheapest first:
+
+    eager    the payload itself came with the Ready notice: nothing to ask
+    lease    the sender is on this host and lends its pool: one round trip, then read in place
+    landing  allocate a slot of our pool and have a worker of the sender write into it: one round trip
+    v1       the in-tree class: query its size unless the metadata has it, then a landing pull
+
+A landing slot whose get() gave up is quarantined: it returns to the pool when the sender reports the end of
+that write or is known to be gone with all its processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from mori_mp import codec
+from mori_mp.link import Link, Peer, Us
+from mori_mp.managed import ManagedBuffer
+from mori_mp.shared import wire
+from mori_mp.shared.errors import CorruptPayload, EngineUnavailable, PoolExhausted, WireError
+from mori_mp.slots import PoolSlots
+from mori_mp.switchboard import Switchboard
+
+logger = logging.getLogger(__name__)
+
+FIRST_CONTACT_SECONDS = 1.0
+NOTICE_GRACE_SECONDS = 0.02
+"""A Ready notice overtakes a pull of our own; with complete metadata we give it this long to arrive."""
+
+
+class Wanted(NamedTuple):
+    """One get(): internal key, edge, sender endpoint, and the size in bytes if the metadata has it."""
+
+    key: str
+    edge: str
+    host: str
+    port: int
+    size: int
+    fast_path: bool
+
+
+class Timeouts(NamedTuple):
+    """Seconds; a transfer gets 5 more for each 100 MB."""
+
+    transfer: float
+    query: float
+
+
+class _Delivery(NamedTuple):
+    """A delivered payload: its bytes, and the buffer that holds them (None: nothing to release)."""
+
+    view: memoryview
+    buffer: ManagedBuffer | None
+
+
+class Receiver:
+    """See the module's docstring. Thread-safe. slots is None until the connector has a pool."""
+
+    def __init__(self, us: Us, slots: PoolSlots, timeouts: Timeouts, lease: bool, decode_view: bool) -> None:
+        self._us = us
+        self._slots = slots
+        self._pool_tensor = torch.frombuffer(slots.pool.view, dtype=torch.uint8)
+        self._timeouts = timeouts
+        self._lease = lease
+        self._decode_view = decode_view
+        self._board = Switchboard()
+        self._links: dict[tuple[str, int], Link] = {}
+        self._links_lock = threading.Lock()
+        self._generation = 0
+        self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+
+    # ---------------------------------------------------------------------------- links
+    def link(self, host: str, port: int, edge: str) -> Link:
+        """Return the link to a sender, made and subscribed on first use."""
+        with self._links_lock:
+            link = self._links.get((host, port))
+            if link is None:
+                link = self._links[host, port] = Link(self._board, host, port, self._us, self._on_change)
+        if edge:
+            link.subscribe(edge)
+        return link
+
+    def _on_change(self) -> None:
+        self._generation += 1
+
+    @property
+    def generation(self) -> int:
+        """Count changes that may make a get() succeed that missed before; takes in what has come."""
+        self._board.pump()
+        return self._generation
+
+    def wait_for_change(self, generation: int, deadline: float) -> bool:
+        """Wait until `generation` is outdated; False at deadline (monotonic seconds)."""
+        while True:
+            now = time.monotonic()
+            pause = min(deadline, now + 1.0)
+            if self._board.wait(lambda: True if self._generation != generation else None, pause):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            for link in list(self._links.values()):
+                link.audit(time.monotonic())
+
+    # ----------------------------------------------------------------------------- get
+    def get(self, wanted: Wanted, deadline: float | None) -> tuple[Any, int] | None:
+        """Deliver a payload; None when it is not there.
+
+        With a deadline (monotonic seconds) it is waited for until then. Without, only a transfer that has
+        begun, or one that complete metadata promises, is waited for. Raises CorruptPayload.
+        """
+        link = self.link(wanted.host, wanted.port, wanted.edge)
+        if not self._reached(link, wanted, deadline):
+            return None
+        if link.peer is Peer.V1:
+            return self._get_v1(link, wanted, deadline)
+        while True:
+            ready = self._find(link, wanted, deadline)
+            if ready is None:
+                if not wanted.size:
+                    self.counters["misses"] += 1
+                    return None
+                ready = wire.Ready(wanted.key, 0, wanted.size, wanted.fast_path, _NOTHING)
+            elif not link.mailbox.take(ready):
+                continue  # another thread has it
+            result = self._fetch(link, wanted, ready, deadline)
+            if result is not None or deadline is None or time.monotonic() >= deadline:
+                return result
+            wanted = wanted._replace(size=0)
+
+    def _reached(self, link: Link, wanted: Wanted, deadline: float | None) -> bool:
+        """Tell whether the sender has answered yet; the first caller of a link waits for that a little."""
+        if link.peer is not Peer.UNKNOWN:
+            return True
+        now = time.monotonic()
+        if deadline is None:
+            if link.greeted and not wanted.size:
+                deadline = now
+            else:
+                deadline = now + (self._timeouts.query if wanted.size else FIRST_CONTACT_SECONDS)
+        link.greeted = True
+        while link.await_peer(min(deadline, time.monotonic() + 1.0)) is Peer.UNKNOWN:
+            link.audit(time.monotonic())
+            if time.monotonic() >= deadline:
+                if wanted.size:
+                    self._count_timeout(wanted, f"no answer from {link.address}")
+                self.counters["unreached"] += 1
+                return False
+        return True
+
+    def _find(self, link: Link, wanted: Wanted, deadline: float | None) -> wire.Ready | None:
+        """Look into the mailbox; wait for a notice if there is a deadline or one must be under way."""
+        self._board.pump()
+        ready = link.mailbox.get(wanted.key)
+        if ready is not None:
+            return ready
+        if deadline is None and not wanted.size:
+            link.audit(time.monotonic())
+            return None
+        until = deadline if deadline is not None else time.monotonic() + NOTICE_GRACE_SECONDS
+        while True:
+            pause = min(until, time.monotonic() + 1.0)
+            ready = self._board.wait(lambda: link.mailbox.get(wanted.key), pause)
+            if ready is not None or time.monotonic() >= until:
+                return ready
+            link.audit(time.monotonic())
+
+    def _fetch(
+        self, link: Link, wanted: Wanted, ready: wire.Ready, deadline: float | None
+    ) -> tuple[Any, int] | None:
+        if len(ready.data):
+            link.mailbox.mark_taken(ready.generation)
+            delivery = _standalone(ready.data) if ready.fast_path else _Delivery(ready.data, None)
+            try:
+                return self._finish(wanted.key, ready.fast_path, delivery, "eager")
+            finally:
+                link.settle(consumed=ready.generation)
+        if deadline is None:
+            deadline = time.monotonic() + self._transfer_seconds(ready.size)
+        if self._lease and link.can_lease:
+            return self._fetch_lease(link, ready, deadline)
+        return self._fetch_landing(link, ready, deadline)
+
+    def _fetch_lease(self, link: Link, ready: wire.Ready, deadline: float) -> tuple[Any, int] | None:
+        request = link.new_pull(ready.key, ready.size, 0, True)
+        done = link.pull(request, deadline)
+        if done is None:
+            link.abandon(request, None)
+            self._gave_up(link, ready)
+            return None
+        if done.status:
+            self._refused(link, ready, done)
+            return None
+        link.mailbox.mark_taken(done.generation)
+        generation = done.generation
+        try:
+            lent = link.lent_pool()
+            buffer = lent.lease(done.offset, done.size, generation, lambda: link.settle(released=generation))
+        except (EngineUnavailable, WireError) as exc:
+            link.settle(released=generation)
+            self.counters["errors"] += 1
+            logger.error("get of %r from %s: %s", ready.key, link.address, exc)
+            return None
+        view = lent.view(done.offset, done.size)
+        return self._finish(ready.key, done.fast_path, _Delivery(view, buffer), "lease")
+
+    def _fetch_landing(self, link: Link, ready: wire.Ready, deadline: float) -> tuple[Any, int] | None:
+        offset = self._slot(ready.key, ready.size)
+        if offset is None:
+            if ready.generation:
+                link.mailbox.put_back(ready)
+            return None
+        request = link.new_pull(ready.key, ready.size, offset, False)
+        done = link.pull(request, deadline)
+        if done is None:
+            self.counters["quarantined"] += 1
+            link.abandon(request, lambda: self._slots.give_back(offset))
+            self._gave_up(link, ready)
+            return None
+        if done.status:
+            self._slots.give_back(offset)
+            self._refused(link, ready, done)
+            return None
+        link.mailbox.mark_taken(done.generation)
+        return self._finish(ready.key, done.fast_path, self._landed(offset, ready.size), "landing")
+
+    # ------------------------------------------------------------------------------ v1
+    def _get_v1(self, link: Link, wanted: Wanted, deadline: float | None) -> tuple[Any, int] | None:
+        size, fast_path = wanted.size, wanted.fast_path
+        while not size:
+            found = self._query_v1(link, wanted.key, deadline)
+            if found is not None:
+                size, fast_path = found.data_size, found.is_fast_path
+                break
+            self.counters["misses"] += 1
+            if deadline is None or time.monotonic() >= deadline:
+                return None
+            # A v1 sender sends no notices: asking again is all there is.
+            self._board.wait(lambda: None, min(deadline, time.monotonic() + _V1_POLL_SECONDS))
+        offset = self._slot(wanted.key, size)
+        if offset is None:
+            return None
+        us = self._us
+        pull = wire.PullRequest(wanted.key, us.engine_desc, us.mem_desc, offset, size)
+        if deadline is None:
+            deadline = time.monotonic() + self._transfer_seconds(size)
+        reply = link.v1.ask(wire.encode_v1(pull), deadline, lambda: self._slots.give_back(offset))
+        if reply is None:
+            self.counters["quarantined"] += 1
+            self._count_timeout(wanted, f"{link.address} did not end the transfer of {size} bytes in time")
+            return None
+        if reply != wire.TRANS_DONE:
+            self._slots.give_back(offset)
+            self.counters["errors"] += 1
+            logger.error("get of %r: %s refused or failed the transfer (%r)", wanted.key, link.address, reply)
+            return None
+        return self._finish(wanted.key, fast_path, self._landed(offset, size), "landing")
+
+    def _query_v1(self, link: Link, key: str, deadline: float | None) -> wire.QueryResponse | None:
+        until = time.monotonic() + self._timeouts.query
+        if deadline is not None:
+            until = min(until, deadline)
+        reply = link.v1.ask(wire.encode_v1(wire.QueryRequest(key)), until)
+        if reply is None or reply == wire.INFO_NOT_FOUND:
+            return None
+        try:
+            return wire.decode_query_response(reply)
+        except WireError as exc:
+            self.counters["errors"] += 1
+            logger.error("query of %r at %s: %s", key, link.address, exc)
+            return None
+
+    # ------------------------------------------------------------------------- outcomes
+    def _slot(self, key: str, size: int) -> int | None:
+        try:
+            return self._slots.alloc(size)
+        except PoolExhausted as exc:
+            self.counters["pool_exhausted"] += 1
+            logger.error("get of %r: no slot to land in: %s", key, exc)
+            return None
+
+    def _landed(self, offset: int, size: int) -> _Delivery:
+        buffer = ManagedBuffer(self._pool_tensor, offset, size, lambda: self._slots.give_back(offset))
+        return _Delivery(self._slots.pool.view[offset : offset + size], buffer)
+
+    def _finish(self, key: str, fast_path: bool, delivery: _Delivery, how: str) -> tuple[Any, int]:
+        """Hand out a delivered payload: raw as its buffer, anything else decoded."""
+        size = len(delivery.view)
+        self.counters[how] += 1
+        self.counters["gets"] += 1
+        self.counters["bytes"] += size
+        if fast_path:
+            return delivery.buffer, size
+        try:
+            if self._decode_view and delivery.buffer is not None:
+                return codec.decode(_held_view(delivery.view, delivery.buffer), copy=False), size
+            try:
+                return codec.decode(delivery.view, copy=True), size
+            finally:
+                if delivery.buffer is not None:
+                    delivery.buffer.release()
+        except CorruptPayload as exc:
+            self.counters["corrupt"] += 1
+            raise CorruptPayload(f"payload {key!r} ({size} bytes, {how}) does not decode: {exc}") from exc
+
+    def _refused(self, link: Link, ready: wire.Ready, done: wire.Done) -> None:
+        if done.status == wire.NOT_FOUND:
+            self.counters["misses"] += 1
+            logger.debug("get of %r: %s", ready.key, done.message)
+            return
+        self.counters["refused"] += 1
+        logger.error("get of %r: %s answers %s: %s", ready.key, link.address, done.status, done.message)
+        if done.status in (wire.BUSY, wire.FAILED) and ready.generation:
+            link.mailbox.put_back(ready)  # the sender keeps it for another try
+
+    def _gave_up(self, link: Link, ready: wire.Ready) -> None:
+        self.counters["timeouts"] += 1
+        logger.error("get of %r: %s did not answer in time (%d bytes)", ready.key, link.address, ready.size)
+        if ready.generation:
+            link.mailbox.put_back(ready)
+
+    def _count_timeout(self, wanted: Wanted, what: str) -> None:
+        self.counters["timeouts"] += 1
+        logger.error("get of %r: %s", wanted.key, what)
+
+    def _transfer_seconds(self, size: int) -> float:
+        return self._timeouts.transfer + 5.0 * (size // 100_000_000)
+
+    def forget(self, key: str) -> None:
+        """Drop what the mailboxes hold of a key."""
+        for link in list(self._links.values()):
+            link.mailbox.forget(key)
+
+    def report(self) -> Mapping[str, Any]:
+        """Describe the state for health()."""
+        links = list(self._links.values())
+        return {
+            "counters": dict(self.counters),
+            "senders": [
+                {
+                    "address": link.address,
+                    "protocol": link.peer.value,
+                    "lease": link.can_lease,
+                    "ready": len(link.mailbox),
+                    "quarantined": link.quarantined + link.v1.quarantined,
+                }
+                for link in links
+            ],
+        }
+
+    def close(self) -> None:
+        """Let go of every socket and mapping. A get() that waits returns None."""
+        self._board.close()
+        for link in self._links.values():
+            link.close()
+
+
+def _standalone(data: memoryview) -> _Delivery:
+    """Wrap bytes that came inside a notice in memory of their own."""
+    copy = bytearray(data)
+    view = memoryview(copy)
+    return _Delivery(view, ManagedBuffer(torch.frombuffer(copy, dtype=torch.uint8), 0, len(copy), _no_slot))
+
+
+def _held_view(view: memoryview, buffer: ManagedBuffer) -> memoryview:
+    """Return a view whose last sub-view, in whichever tensor, releases the buffer when it dies."""
+    exporter = (ctypes.c_ubyte * len(view)).from_buffer(view)
+    weakref.finalize(exporter, buffer.release).atexit = False
+    return memoryview(exporter).cast("B")
+
+
+def _no_slot() -> None:
+    """The buffer owns its memory; there is no slot to give back."""
+
+
+_NOTHING = memoryview(b"")
+_V1_POLL_SECONDS = 0.002
+_COUNTERS = (
+    "gets",
+    "bytes",
+    "eager",
+    "lease",
+    "landing",
+    "misses",
+    "unreached",
+    "timeouts",
+    "refused",
+    "errors",
+    "corrupt",
+    "pool_exhausted",
+    "quarantined",
+)

@@ -1,0 +1,49 @@
+"""The lease board: who reads which block of a pool in place, kept in the pool's own memory.
+
+A lease must survive messages that get lost when the control process is killed, so its record is memory, not
+a message. One record of 16 bytes per 4096-byte block, used for the block at which a payload starts:
+
+    0        8         12        16
+    generation  holder pid  state        state: 0 none, 1 GRANTED, 2 RELEASED
+
+Each record has one writer at a time, so no atomics are needed: the sender's control process writes GRANTED
+before it sends the reply that tells the receiver about the lease; from then on only the receiver writes,
+RELEASED, once. The record's words are aligned, so each store is one store; the control process writes the
+state last. A record of another generation than the entry's is an old one and means nothing.
+"""
+
+from __future__ import annotations
+
+RECORD_BYTES = 16
+GRANTED = 1
+RELEASED = 2
+
+
+class LeaseBoard:
+    """A view of the board; `slot` is a payload's offset divided by the block size."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._wide = memory.cast("Q")
+        self._narrow = memory.cast("I")
+
+    def grant(self, slot: int, generation: int, holder: int) -> None:
+        """Record a lease (control process)."""
+        self._narrow[slot * 4 + 3] = 0
+        self._wide[slot * 2] = generation
+        self._narrow[slot * 4 + 2] = holder
+        self._narrow[slot * 4 + 3] = GRANTED
+
+    def release(self, slot: int, generation: int) -> None:
+        """Record the end of a lease (receiver, or the control process for a dead holder)."""
+        if self._wide[slot * 2] == generation:
+            self._narrow[slot * 4 + 3] = RELEASED
+
+    def holder(self, slot: int, generation: int) -> int:
+        """Return the pid that holds a lease on this generation, 0 if none does or it has been released."""
+        if self._wide[slot * 2] == generation and self._narrow[slot * 4 + 3] == GRANTED:
+            return self._narrow[slot * 4 + 2]
+        return 0
+
+    def was_released(self, slot: int, generation: int) -> bool:
+        """Tell whether this generation was leased and its holder is done with it."""
+        return self._wide[slot * 2] == generation and self._narrow[slot * 4 + 3] == RELEASED

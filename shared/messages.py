@@ -1,0 +1,216 @@
+"""Messages inside one connector: between its stage process, its control process and its transfer workers.
+
+Three channels, all msgpack arrays of the Structs below:
+
+    stage   <-> control   "hot" socketpair   Publish Withdraw            ->   <- Freed
+    stage   <-> control   "admin" socketpair HealthRequest Shutdown      ->   <- Started Failed Health Pooled
+    control <-> worker    ZMQ ipc:// or inproc://  AddPeer DropPeer Job Stop  ->   <- WorkerReady JobDone
+
+The stage's two channels are SOCK_SEQPACKET socketpairs rather than ZMQ, because the stage must be able to
+use the hot one without giving up the GIL (see shared.syscalls), and because a put() then wakes one process
+instead of an I/O thread and a process. Set-up of a child is one JSON line on its standard input, which stays
+open as its lifeline: end of file there means that the parent is gone.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, TypeAlias
+
+import msgspec
+
+MAX_PACKET_BYTES = 256 << 10
+_SOCKET_BUFFER_BYTES = 1 << 20
+
+
+# --------------------------------------------------------------------------------- hot
+class Publish(msgspec.Struct, array_like=True, tag=1):
+    """Stage -> control: a payload of size bytes lies at offset of the pool.
+
+    replayed: told before to a control process that has died since; the lease board may know a reader.
+    """
+
+    key: str
+    generation: int
+    offset: int
+    size: int
+    fast_path: bool
+    replayed: bool = False
+
+
+class Withdraw(msgspec.Struct, array_like=True, tag=2):
+    """Stage -> control: these generations are not wanted any more."""
+
+    generations: list[int]
+
+
+class Freed(msgspec.Struct, array_like=True, tag=3):
+    """Control -> stage: nothing can touch the memory of these generations any more."""
+
+    generations: list[int]
+
+
+# ------------------------------------------------------------------------------- admin
+class HealthRequest(msgspec.Struct, array_like=True, tag=1):
+    corr: int
+
+
+class Shutdown(msgspec.Struct, array_like=True, tag=2):
+    """Stage -> control: end your workers and exit."""
+
+
+class Started(msgspec.Struct, array_like=True, tag=3):
+    """Control -> stage: listening on port, workers up."""
+
+    port: int
+    pid: int
+
+
+class Failed(msgspec.Struct, array_like=True, tag=4):
+    """Control -> stage: cannot start, for good."""
+
+    error: str
+
+
+class Health(msgspec.Struct, array_like=True, tag=5):
+    corr: int
+    report: dict[str, Any]
+
+
+class Pooled(msgspec.Struct, array_like=True, tag=6):
+    """Control -> stage: the pool is backed by memory (error empty) or cannot be."""
+
+    error: str
+
+
+# ------------------------------------------------------------------------------ worker
+class AddPeer(msgspec.Struct, array_like=True, tag=1):
+    """Control -> worker: where the writes of jobs for this peer id go."""
+
+    peer: int
+    engine_desc: bytes
+    mem_desc: bytes
+
+
+class DropPeer(msgspec.Struct, array_like=True, tag=2):
+    peer: int
+
+
+class Job(msgspec.Struct, array_like=True, tag=3):
+    """Control -> worker: one batched write; offsets and sizes in bytes, three lists of one length."""
+
+    write_id: int
+    peer: int
+    local_offsets: list[int]
+    remote_offsets: list[int]
+    sizes: list[int]
+
+
+class Stop(msgspec.Struct, array_like=True, tag=4):
+    """Control -> worker: finish what is under way and exit."""
+
+
+class WorkerReady(msgspec.Struct, array_like=True, tag=5):
+    """Worker -> control: engine up. cpus is the effective affinity mask as a cpulist."""
+
+    index: int
+    pid: int
+    cpus: str
+    engine: str
+
+
+class WorkerFailed(msgspec.Struct, array_like=True, tag=6):
+    """Worker -> control: cannot start, for good (engine missing, no device)."""
+
+    index: int
+    error: str
+
+
+class JobDone(msgspec.Struct, array_like=True, tag=7):
+    """Worker -> control: the write has ended; error is empty when every byte landed."""
+
+    write_id: int
+    error: str
+    microseconds: int
+
+
+class PoolBacked(msgspec.Struct, array_like=True, tag=8):
+    """Worker -> control: the pool has been prefaulted, or why not."""
+
+    error: str
+
+
+HotToControl: TypeAlias = Publish | Withdraw
+HotToStage: TypeAlias = Freed
+AdminToControl: TypeAlias = HealthRequest | Shutdown
+AdminToStage: TypeAlias = Started | Failed | Health | Pooled
+ToWorker: TypeAlias = AddPeer | DropPeer | Job | Stop
+FromWorker: TypeAlias = WorkerReady | WorkerFailed | JobDone | PoolBacked
+
+hot_to_control = msgspec.msgpack.Decoder(HotToControl)
+hot_to_stage = msgspec.msgpack.Decoder(HotToStage)
+admin_to_control = msgspec.msgpack.Decoder(AdminToControl)
+admin_to_stage = msgspec.msgpack.Decoder(AdminToStage)
+to_worker = msgspec.msgpack.Decoder(ToWorker)
+from_worker = msgspec.msgpack.Decoder(FromWorker)
+encode = msgspec.msgpack.Encoder().encode
+
+
+# ------------------------------------------------------------------------------ set-up
+class ChildSetup(msgspec.Struct, kw_only=True):
+    """What boot needs before anything else is imported."""
+
+    role: str
+    label: str
+    path: list[str]
+    cpus: list[int]
+    log_level: int
+
+
+class ControlSetup(ChildSetup, kw_only=True):
+    """All that a control process is told; fds are inherited ones."""
+
+    epoch: str
+    incarnation: int
+    host: str
+    port: int
+    hot_fd: int
+    admin_fd: int
+    pool_fd: int
+    pool_size: int
+    fence_fd: int
+    engine: str
+    engine_options: dict[str, Any]
+    lend: bool
+    mem_desc: bytes
+    workers: int
+    worker_cpus: list[list[int]]
+    worker_python: str
+    jobs_endpoint: str
+    eager_bytes: int
+    ttl_seconds: float
+    park_seconds: float
+    job_timeout_seconds: float
+    restart_limit: int
+    prefault: bool
+
+
+class WorkerSetup(ChildSetup, kw_only=True):
+    """All that a transfer worker is told."""
+
+    index: int
+    identity: str
+    engine: str
+    engine_options: dict[str, Any]
+    pool_fd: int
+    pool_size: int
+    jobs_endpoint: str
+    prefault: bool
+
+
+def socketpair() -> tuple[socket.socket, socket.socket]:
+    """Make one channel: packets keep their borders, order and, within the kernel's buffer, never wait."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+    return pair

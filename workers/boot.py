@@ -1,0 +1,50 @@
+"""The first code of every child process; run as a script by `mori_mp.workers.spawn`.
+
+Order matters. The child pins itself before it imports anything that could start a thread, because an
+affinity mask set later, or from outside, reaches one thread only. Its set-up is the first line on standard
+input, and standard input then stays open as its lifeline. `site` is not run (-S): the parent's sys.path comes
+with the set-up, and start-up is faster without.
+"""
+
+import json
+import os
+import sys
+
+LIFELINE_FD = 0
+
+
+def read_line(fd: int) -> bytes:
+    """Read up to a newline, byte-exactly, so that nothing behind it is swallowed."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            sys.exit("mori-mp: the parent process went away before it had told this child what to do")
+        line += byte
+    return bytes(line)
+
+
+def main() -> None:
+    """Read the set-up, pin, fix the module path, run the role."""
+    del sys.path[0]  # this script's folder: its modules are mori_mp.workers.*, nothing else
+    line = read_line(LIFELINE_FD)
+    setup = json.loads(line)
+    sys.path[:0] = [entry for entry in setup["path"] if entry not in sys.path]
+    from mori_mp.shared.affinity import pin_self  # imports nothing that starts a thread
+
+    pin_self(frozenset(setup["cpus"]) or None)
+    try:
+        if setup["role"] == "control":
+            from mori_mp.workers.control import main as run
+        else:
+            from mori_mp.workers.transfer import main as run
+    except ImportError as exc:
+        sys.exit(
+            f"mori-mp: {sys.executable} cannot import {exc.name or exc}: a child's interpreter needs pyzmq "
+            f"and msgspec (and what its engine needs) for its own Python version"
+        )
+    run(line)
+
+
+if __name__ == "__main__":
+    main()

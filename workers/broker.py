@@ -1,0 +1,417 @@
+"""The mind of a control process: every event of its sockets in, every message it owes out. No sockets here.
+
+It joins four pieces of bookkeeping: the ledger (who may touch which pool bytes), the sessions (who listens),
+the dispatcher (which worker writes what) and the parked pulls (requests that overtook their publication).
+The shell (`mori_mp.workers.control`) feeds it decoded events, then carries out what has gathered in
+`outbox`, `to_workers`, `freed` and `watch`.
+
+A payload reaches a receiver in one of three ways, and leaves the ledger by the same one:
+
+    eager    its bytes ride in the Ready notice; Settle(consumed) ends it
+    lease    the receiver reads the pool in place; Settle(released), the board or the holder's death ends it
+    landing  a worker writes it into the receiver's slot; the end of the last write ends it
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from mori_mp.shared import wire
+from mori_mp.shared.board import LeaseBoard
+from mori_mp.shared.errors import WireError
+from mori_mp.shared.messages import Job, Publish
+from mori_mp.shared.pool import BLOCK
+from mori_mp.workers.dispatch import Dispatcher
+from mori_mp.workers.ledger import Action, Entry, Freed, Gone, LeaseReply, Ledger
+from mori_mp.workers.peers import Peers
+from mori_mp.workers.sessions import Session, Sessions
+
+logger = logging.getLogger(__name__)
+
+MAX_PARKED = 4096
+
+
+class Identity(NamedTuple):
+    """What a sender says of itself in Welcome."""
+
+    epoch: str
+    incarnation: int
+    process_group: int
+    host_id: str
+    engine: str
+    mem_desc: bytes
+    lend: bool
+
+
+class Limits(NamedTuple):
+    """Bytes and seconds."""
+
+    eager_bytes: int
+    ttl_seconds: float
+    park_seconds: float
+
+
+class _Parked(NamedTuple):
+    identity: bytes
+    request: wire.Pull | wire.PullRequest
+    deadline: float
+
+
+class _Write(NamedTuple):
+    identity: bytes
+    corr: int | None  # None: a v1 peer, which gets a bare word
+    entry: Entry
+    peer: int
+
+
+class Broker:
+    """See the module's docstring. Times are monotonic seconds, sizes and offsets bytes."""
+
+    def __init__(
+        self, us: Identity, limits: Limits, board: LeaseBoard, read: Callable[[int, int], memoryview]
+    ) -> None:
+        self.us = us
+        self.limits = limits
+        self.ledger = Ledger()
+        self.sessions = Sessions()
+        self.dispatcher = Dispatcher()
+        self.peers = Peers()
+        self._board = board
+        self._read = read
+        self._parked: OrderedDict[str, deque[_Parked]] = OrderedDict()
+        self._parked_count = 0
+        self._writes: dict[int, _Write] = {}
+        self._next_write = 1
+        self.outbox: list[tuple[bytes, list[bytes]]] = []
+        self.freed: list[int] = []
+        self.watch: set[int] = set()
+        self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+
+    # ------------------------------------------------------------------ from the stage
+    def publish(self, message: Publish, now: float) -> None:
+        """A payload is in the pool; also replayed to us after a predecessor's death."""
+        slot = message.offset // BLOCK
+        holder = self._board.holder(slot, message.generation) if message.replayed else 0
+        actions = self.ledger.publish(
+            message.key,
+            message.generation,
+            message.offset,
+            message.size,
+            message.fast_path,
+            slot,
+            now,
+            True,
+            holder=holder or None,
+        )
+        if holder:
+            self.watch.add(holder)
+        elif message.replayed and self._board.was_released(slot, message.generation):
+            actions = self.ledger.consumed(message.generation)
+        self._apply(actions, now)
+
+    def withdraw(self, generations: Iterable[int], now: float) -> None:
+        """The stage's cleanup(): these payloads are not wanted any more."""
+        for generation in generations:
+            self._apply(self.ledger.withdraw(generation), now)
+
+    # ----------------------------------------------------------------- from receivers
+    def request(self, identity: bytes, payload: bytes | memoryview, now: float) -> None:
+        """One message from the ROUTER socket, whatever it holds."""
+        try:
+            message = wire.decode_request(payload)
+        except WireError as exc:
+            self.counters["bad_requests"] += 1
+            logger.warning("refused a request: %s", exc)
+            self._reply_v1(identity, wire.TRANS_ERROR)
+            return
+        if isinstance(message, wire.Pull):
+            session = self.sessions.get(identity)
+            if session is None:
+                self._send(identity, wire.Stranger(message.corr))
+            else:
+                self._pull(identity, message, now)
+        elif isinstance(message, wire.Settle):
+            self._settle(identity, message, now)
+        elif isinstance(message, wire.PullRequest):
+            self._pull(identity, message, now)
+        elif isinstance(message, wire.QueryRequest):
+            self._query(identity, message)
+        elif isinstance(message, wire.Audit):
+            self._audit(identity, message)
+        else:
+            self._hello(identity, message)
+
+    def unreachable(self, identity: bytes) -> None:
+        """A receiver's socket is gone."""
+        session = self.sessions.drop(identity)
+        if session is not None:
+            self._end(session)
+
+    def holder_gone(self, pid: int, now: float) -> None:
+        """A process that held leases has exited."""
+        self.watch.discard(pid)
+        self._apply(self.ledger.holder_gone(pid), now)
+        for session in self.sessions.of_process(pid, self.us.host_id):
+            self.unreachable(session.identity)
+
+    def _hello(self, identity: bytes, hello: wire.Hello) -> None:
+        session, ended = self.sessions.hello(identity, hello)
+        for old in ended:
+            self._end(old)
+        if hello.mem_desc:
+            session.peer = self.peers.hold(hello.engine_desc, hello.mem_desc)
+        us = self.us
+        self._send(
+            identity,
+            wire.Welcome(
+                hello.corr,
+                wire.VERSION,
+                us.epoch,
+                us.incarnation,
+                us.process_group,
+                us.host_id,
+                us.engine,
+                us.mem_desc if self._may_lend(session) else b"",
+            ),
+        )
+        for entry in self.ledger.visible():
+            if wire.edge_of(entry.key) in session.edges:
+                self._ready(session, entry, alone=len(self.sessions.on_edge(wire.edge_of(entry.key))) == 1)
+
+    def _audit(self, identity: bytes, audit: wire.Audit) -> None:
+        session = self.sessions.get(identity)
+        if session is None:
+            self._send(identity, wire.Stranger(audit.corr))
+            return
+        for key in audit.keys:
+            entry = self.ledger.lookup(key)
+            if entry is not None:
+                self._ready(session, entry, alone=True)
+        self._send(identity, wire.Done(audit.corr, "", "", 0, 0, False, 0))
+
+    def _settle(self, identity: bytes, settle: wire.Settle, now: float) -> None:
+        session = self.sessions.get(identity)
+        if session is None:
+            self._send(identity, wire.Stranger(0))
+            return
+        for generation in settle.consumed:
+            session.give_credit(generation)
+            self._apply(self.ledger.consumed(generation), now)
+        for generation in settle.released:
+            self._apply(self.ledger.release(generation, session.pid), now)
+
+    def _query(self, identity: bytes, query: wire.QueryRequest) -> None:
+        entry = self.ledger.lookup(query.request_id)
+        if entry is None:
+            self._reply_v1(identity, wire.INFO_NOT_FOUND)
+        else:
+            answer = wire.QueryResponse(entry.key, entry.size, entry.fast_path)
+            self._reply_v1(identity, wire.encode_v1(answer))
+
+    def _pull(self, identity: bytes, request: wire.Pull | wire.PullRequest, now: float) -> None:
+        """Serve a pull, or park it when its payload has not been published yet."""
+        if isinstance(request, wire.PullRequest):
+            key, session = request.request_id, None
+            entry = self.ledger.lookup(key)
+        else:
+            key, session = request.key, self.sessions.get(identity)
+            entry = self.ledger.lookup(key, holder=session.pid if session is not None else 0)
+        if entry is None:
+            self._park(key, _Parked(identity, request, now + self.limits.park_seconds))
+        elif isinstance(request, wire.Pull) and request.lease:
+            self._lend(identity, request, entry)
+        else:
+            self._land(identity, request, entry)
+
+    def _park(self, key: str, parked: _Parked) -> None:
+        if self._parked_count >= MAX_PARKED:
+            self._refuse(parked, wire.BUSY, f"{MAX_PARKED} pulls are parked already")
+            return
+        self._parked.setdefault(key, deque()).append(parked)
+        self._parked_count += 1
+        self.counters["parked"] += 1
+
+    # --------------------------------------------------------------------- deliveries
+    def _lend(self, identity: bytes, request: wire.Pull, entry: Entry) -> None:
+        session = self.sessions.get(identity)
+        if session is None or not self._may_lend(session):
+            self._done(identity, request.corr, wire.REFUSED, "this sender lends only to its own host")
+            return
+        if self.ledger.grant_lease(entry.generation, session.pid) is not LeaseReply.GRANTED:
+            self._done(identity, request.corr, wire.BUSY, f"{entry.key!r} is being delivered elsewhere")
+            return
+        self._board.grant(entry.slot, entry.generation, session.pid)
+        self.watch.add(session.pid)
+        self.counters["lent"] += 1
+        self._done(identity, request.corr, "", "", entry)
+
+    def _land(self, identity: bytes, request: wire.Pull | wire.PullRequest, entry: Entry) -> None:
+        corr = None if isinstance(request, wire.PullRequest) else request.corr
+        if request.length != entry.size:
+            logger.error(
+                "refused a pull of %r: receiver asks for %d bytes, the payload has %d",
+                entry.key,
+                request.length,
+                entry.size,
+            )
+            self._answer(identity, corr, wire.LENGTH, f"the payload has {entry.size} bytes", entry)
+            return
+        if isinstance(request, wire.PullRequest):
+            peer: int | None = self.peers.lookup(request.engine_desc_packed, request.mem_desc_packed)
+        else:
+            session = self.sessions.get(identity)
+            peer = session.peer if session is not None else None
+        if peer is None:
+            self._answer(
+                identity, corr, wire.REFUSED, "the receiver's Hello named no memory to land in", entry
+            )
+            return
+        write_id, self._next_write = self._next_write, self._next_write + 1
+        self.ledger.start_write(entry.generation, write_id)
+        self.peers.begin(peer)
+        self._writes[write_id] = _Write(identity, corr, entry, peer)
+        self.dispatcher.submit(Job(write_id, peer, [entry.offset], [request.dst_offset], [entry.size]))
+
+    def write_ended(self, write_id: int, error: str, now: float) -> None:
+        """A worker has finished a job, or nobody can."""
+        write = self._writes.pop(write_id, None)
+        if write is None:
+            return
+        self.dispatcher.done(write_id)
+        self.peers.end(write.peer, now)
+        entry = write.entry
+        if error:
+            self.counters["failed_writes"] += 1
+            logger.error("write of %r (%d bytes) failed, kept for retry: %s", entry.key, entry.size, error)
+        else:
+            self.counters["landed"] += 1
+        self._answer(write.identity, write.corr, wire.FAILED if error else "", error, entry)
+        self._apply(self.ledger.finish_write(write_id, not error), now)
+
+    # ------------------------------------------------------------------------- time
+    def tick(self, now: float) -> None:
+        """Do what is due: expire payloads, refuse pulls parked too long, sweep the board, forget peers."""
+        self._apply(self.ledger.expire(now, self.limits.ttl_seconds), now)
+        for entry in self.ledger.leased():
+            if self._board.was_released(entry.slot, entry.generation):
+                self._apply(self.ledger.release(entry.generation, entry.holder or 0), now)
+        self.peers.forget_idle(now)
+        self.unpark(now)
+
+    def unpark(self, now: float) -> None:
+        """Refuse the pulls whose parking time is over."""
+        for key in list(self._parked):
+            queue = self._parked[key]
+            while queue and queue[0].deadline <= now:
+                self._parked_count -= 1
+                self._refuse(queue.popleft(), wire.NOT_FOUND, f"{key!r} has not been published")
+            if not queue:
+                del self._parked[key]
+
+    def next_deadline(self) -> float | None:
+        """Return when the earliest parked pull must be refused."""
+        first = [queue[0].deadline for queue in self._parked.values()]
+        return min(first) if first else None
+
+    # --------------------------------------------------------------------- outcomes
+    def _apply(self, actions: Iterable[Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, Freed):
+                self.freed.append(action.generation)
+                for session in self.sessions:
+                    session.give_credit(action.generation)
+            elif isinstance(action, Gone):
+                notice = wire.encode(wire.Gone(action.key, action.generation, str(action.reason.value)))
+                for session in self.sessions.on_edge(wire.edge_of(action.key)):
+                    self.outbox.append((session.identity, [notice]))
+            else:
+                self._visible(action.entry, now)
+
+    def _visible(self, entry: Entry, now: float) -> None:
+        queue = self._parked.pop(entry.key, None)
+        while queue:
+            parked = queue.popleft()
+            self._parked_count -= 1
+            self._pull(parked.identity, parked.request, now)
+        if self.ledger.lookup(entry.key) is entry:
+            listeners = self.sessions.on_edge(wire.edge_of(entry.key))
+            for session in listeners:
+                self._ready(session, entry, alone=len(listeners) == 1)
+
+    def _ready(self, session: Session, entry: Entry, alone: bool) -> None:
+        """Notify one receiver, with the payload inside when that is allowed: small, alone, within credit."""
+        data = _NOTHING
+        if (
+            alone
+            and entry.size <= self.limits.eager_bytes
+            and session.take_credit(entry.generation, entry.size)
+        ):
+            data = self._read(entry.offset, entry.size)
+            self.counters["eager"] += 1
+        self._send(
+            session.identity, wire.Ready(entry.key, entry.generation, entry.size, entry.fast_path, data)
+        )
+
+    def _refuse(self, parked: _Parked, status: str, message: str) -> None:
+        self.counters["refused"] += 1
+        corr = None if isinstance(parked.request, wire.PullRequest) else parked.request.corr
+        self._answer(parked.identity, corr, status, message, None)
+
+    def _answer(
+        self, identity: bytes, corr: int | None, status: str, message: str, entry: Entry | None
+    ) -> None:
+        if corr is None:
+            self._reply_v1(identity, wire.TRANS_ERROR if status else wire.TRANS_DONE)
+        else:
+            self._done(identity, corr, status, message, entry)
+
+    def _done(
+        self, identity: bytes, corr: int, status: str, message: str, entry: Entry | None = None
+    ) -> None:
+        if entry is None:
+            self._send(identity, wire.Done(corr, status, message, 0, 0, False, 0))
+        else:
+            done = wire.Done(
+                corr, status, message, entry.generation, entry.size, entry.fast_path, entry.offset
+            )
+            self._send(identity, done)
+
+    def _send(self, identity: bytes, notice: wire.Notice) -> None:
+        self.outbox.append((identity, [wire.encode(notice)]))
+
+    def _reply_v1(self, identity: bytes, word: bytes) -> None:
+        self.outbox.append((identity, [b"", word]))
+
+    def _may_lend(self, session: Session) -> bool:
+        return self.us.lend and session.lease and session.host_id == self.us.host_id and session.pid > 0
+
+    def _end(self, session: Session) -> None:
+        if session.peer is not None:
+            self.peers.release(session.peer)
+
+    def report(self, now: float) -> dict[str, Any]:
+        """Describe the state for health(): counts, bytes and seconds."""
+        return {
+            "ledger": self.ledger.stats(now),
+            "sessions": len(self.sessions),
+            "parked": self._parked_count,
+            "jobs_queued": self.dispatcher.queued,
+            "jobs_under_way": self.dispatcher.under_way,
+            "counters": dict(self.counters),
+        }
+
+
+_NOTHING = memoryview(b"")
+_COUNTERS = (
+    "eager",
+    "lent",
+    "landed",
+    "failed_writes",
+    "parked",
+    "refused",
+    "bad_requests",
+    "notices_dropped",
+)

@@ -1,0 +1,72 @@
+"""Logging across the process border: children write JSON lines, the stage logs them as its own.
+
+A child's standard output and error are one pipe to the stage. Lines of our own logging are JSON objects;
+anything else (Mori logs to stdout, an interpreter prints a traceback) is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+_MAX_LINE = 64 << 10
+
+
+class _JsonLines(logging.Handler):
+    """Writes one record a line, in one write call, so that lines of several processes do not mix."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self._label = label
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        line = json.dumps(
+            {"level": record.levelno, "logger": record.name, "child": self._label, "text": text}
+        )
+        try:
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+        except OSError:
+            self.handleError(record)
+
+
+def install(label: str, level: int) -> None:
+    """Set up logging in a child process."""
+    logging.raiseExceptions = False
+    root = logging.getLogger()
+    root.handlers[:] = [_JsonLines(label)]
+    root.setLevel(level)
+
+
+class Relay:
+    """Turns a child's output, as it comes, into log records of this process."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._rest = b""
+        self.last_lines: list[str] = []
+
+    def feed(self, data: bytes) -> None:
+        """Take a piece of output; b"" ends it."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if not data and self._rest:
+            lines, self._rest = [self._rest], b""
+        if len(self._rest) > _MAX_LINE:
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            self._log(line.decode("utf-8", "replace"))
+
+    def _log(self, line: str) -> None:
+        if not line.strip():
+            return
+        try:
+            record = json.loads(line)
+            name, level, text = str(record["logger"]), int(record["level"]), str(record["text"])
+            child = str(record["child"])
+        except (ValueError, KeyError, TypeError):
+            name, level, text, child = "mori_mp.child", logging.WARNING, line, self._label
+        self.last_lines = [*self.last_lines[-19:], text]
+        logging.getLogger(name).log(level, "[%s] %s", child, text)

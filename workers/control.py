@@ -1,0 +1,319 @@
+"""The control process: a thin shell of sockets around `mori_mp.workers.broker`.
+
+One thread, one poll. What it listens to:
+
+    ROUTER tcp://host:port     other stages' connectors (wire v1 and v2)
+    hot socketpair             the stage: Publish, Withdraw
+    admin socketpair           the stage: HealthRequest, Shutdown
+    ROUTER ipc:// or inproc:// its transfer workers
+    lifeline                   end of file: the stage is gone, so are we, within a second
+    pidfds                     workers (restarted) and processes that hold leases (leases end)
+
+Nothing here ever waits for a peer: a message that cannot be sent now is dropped if it is a notice (a cache),
+and kept if it tells the stage that memory is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from mori_mp.shared import messages, wire
+from mori_mp.shared.affinity import pin_self
+from mori_mp.shared.errors import MoriMPError
+from mori_mp.shared.messages import ControlSetup, HealthRequest, Publish, Shutdown
+from mori_mp.shared.pool import Pool, host_id
+from mori_mp.shared.syscalls import try_send
+from mori_mp.shared.topology import format_cpulist
+from mori_mp.workers import childlog
+from mori_mp.workers.boot import LIFELINE_FD
+from mori_mp.workers.broker import Broker, Identity, Limits
+from mori_mp.workers.crew import Crew, ProcessLauncher, WorkerLauncher
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 1.0
+_FREED_BATCH = 2000
+_DRAIN = 256  # messages taken from one socket before the others get their turn
+_LINGER_MS = 500
+
+
+class ControlLoop:
+    """The loop of one control process; in worker_mode thread, of one control thread."""
+
+    def __init__(
+        self,
+        setup: ControlSetup,
+        pool: Pool,
+        context: zmq.Context[zmq.Socket[bytes]],
+        launcher: WorkerLauncher,
+        lifeline: int,
+    ) -> None:
+        self._setup = setup
+        self._context = context
+        self._lifeline = lifeline
+        self._hot = socket.socket(fileno=setup.hot_fd)
+        self._admin = socket.socket(fileno=setup.admin_fd)
+        for channel in (self._hot, self._admin):
+            channel.setblocking(False)
+        us = Identity(
+            epoch=setup.epoch,
+            incarnation=setup.incarnation,
+            process_group=os.getpgrp(),
+            host_id=host_id(),
+            engine=setup.engine,
+            mem_desc=setup.mem_desc,
+            lend=setup.lend,
+        )
+        limits = Limits(setup.eager_bytes, setup.ttl_seconds, setup.park_seconds)
+        self._broker = Broker(us, limits, pool.board, lambda at, size: pool.view[at : at + size])
+        self._crew = Crew(setup, self._broker.dispatcher, self._broker.peers, launcher)
+        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._poller = zmq.Poller()
+        self._holders: dict[int, int] = {}  # pid -> pidfd
+        self._want_writable = False
+        self._running = True
+        self._started_at = time.monotonic()
+        self._port = 0
+
+    # --------------------------------------------------------------------------- life
+    def run(self) -> None:
+        """Serve until the stage says so or is gone."""
+        router = self._context.socket(zmq.ROUTER)
+        jobs = self._context.socket(zmq.ROUTER)
+        try:
+            try:
+                self._open(router, jobs)
+            except (zmq.ZMQError, MoriMPError, OSError) as exc:
+                self._tell_stage(messages.Failed(self._explain(exc)))
+                return
+            next_tick = time.monotonic() + _TICK_SECONDS
+            while self._running:
+                self._poll(min(next_tick, self._broker.next_deadline() or next_tick))
+                now = time.monotonic()
+                self._broker.unpark(now)
+                if now >= next_tick:
+                    next_tick = now + _TICK_SECONDS
+                    self._broker.tick(now)
+                    self._crew.check_overdue(now)
+                self._carry_out(now)
+        finally:
+            self._crew.stop()
+            for pidfd in self._holders.values():
+                os.close(pidfd)
+            router.close(_LINGER_MS)
+            jobs.close(_LINGER_MS)
+            self._hot.close()
+            self._admin.close()
+
+    def _open(self, router: zmq.Socket[bytes], jobs: zmq.Socket[bytes]) -> None:
+        setup = self._setup
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
+        router.setsockopt(zmq.SNDHWM, 10_000)
+        if ":" in setup.host:
+            router.setsockopt(zmq.IPV6, 1)
+        if setup.port:
+            router.bind(f"tcp://{_bracketed(setup.host)}:{setup.port}")
+            self._port = setup.port
+        else:
+            self._port = router.bind_to_random_port(f"tcp://{_bracketed(setup.host)}")
+        jobs.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        jobs.bind(setup.jobs_endpoint)
+        self._router, self._jobs = router, jobs
+        self._on(router, self._from_receivers)
+        self._on(jobs, self._from_workers)
+        self._on(self._hot.fileno(), self._from_stage)
+        self._on(self._admin.fileno(), self._from_admin)
+        self._on(self._lifeline, self._stage_gone)
+        self._crew.open(jobs, self._on, self._off)
+
+    def _on(self, source: Any, handler: Callable[[], None]) -> None:
+        self._handlers[source] = handler
+        self._poller.register(source, zmq.POLLIN)
+
+    def _off(self, source: Any) -> None:
+        if self._handlers.pop(source, None) is not None:
+            self._poller.unregister(source)
+
+    def _poll(self, deadline: float) -> None:
+        timeout = max(0.0, deadline - time.monotonic())
+        for source, event in self._poller.poll(int(timeout * 1000) + 1):
+            if event & zmq.POLLOUT and not event & zmq.POLLIN:
+                continue  # the hot channel has room again: _carry_out sends
+            handler = self._handlers.get(source)
+            if handler is not None:
+                handler()
+
+    def _stage_gone(self) -> None:
+        logger.info("stage process is gone; control process ends")
+        self._running = False
+        runtime = self._setup.jobs_endpoint.removeprefix("ipc://")
+        if runtime != self._setup.jobs_endpoint:
+            shutil.rmtree(Path(runtime).parent, ignore_errors=True)
+
+    # ------------------------------------------------------------------------- inputs
+    def _from_receivers(self) -> None:
+        now = time.monotonic()
+        for _ in range(_DRAIN):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if 2 <= len(frames) <= 3:
+                self._broker.request(frames[0], frames[-1], now)
+            else:
+                self._broker.counters["bad_requests"] += 1
+
+    def _from_stage(self) -> None:
+        now = time.monotonic()
+        for _ in range(_DRAIN):
+            try:
+                packet = self._hot.recv(messages.MAX_PACKET_BYTES)
+            except BlockingIOError:
+                return
+            if not packet:
+                self._off(self._hot.fileno())
+                return
+            message = messages.hot_to_control.decode(packet)
+            if isinstance(message, Publish):
+                self._broker.publish(message, now)
+            else:
+                self._broker.withdraw(message.generations, now)
+
+    def _from_admin(self) -> None:
+        packet = self._admin.recv(messages.MAX_PACKET_BYTES)
+        if not packet:
+            self._running = False
+            return
+        message = messages.admin_to_control.decode(packet)
+        if isinstance(message, HealthRequest):
+            self._tell_stage(messages.Health(message.corr, self._report()))
+        elif isinstance(message, Shutdown):
+            self._running = False
+
+    def _from_workers(self) -> None:
+        now = time.monotonic()
+        for _ in range(_DRAIN):
+            try:
+                identity, body = self._jobs.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = messages.from_worker.decode(body)
+            if isinstance(message, messages.JobDone):
+                self._broker.write_ended(message.write_id, message.error, now)
+            elif isinstance(message, messages.WorkerReady):
+                if self._crew.ready(identity.decode(), message) and self._crew.all_ready_once():
+                    self._tell_stage(messages.Started(self._port, os.getpid()))
+            elif isinstance(message, messages.WorkerFailed):
+                logger.error("transfer worker %d cannot start: %s", message.index, message.error)
+                if not self._crew.announced:
+                    self._tell_stage(messages.Failed(message.error))
+            else:
+                self._tell_stage(messages.Pooled(message.error))
+
+    def _holder_exited(self, pid: int) -> None:
+        pidfd = self._holders.pop(pid)
+        self._off(pidfd)
+        os.close(pidfd)
+        self._broker.holder_gone(pid, time.monotonic())
+
+    # ------------------------------------------------------------------------ outputs
+    def _carry_out(self, now: float) -> None:
+        """Send whatever the broker owes."""
+        broker = self._broker
+        for error in self._crew.dispatch(now):
+            broker.write_ended(error[0], error[1], now)
+        for identity, frames in broker.outbox:
+            try:
+                self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
+            except zmq.Again:
+                broker.counters["notices_dropped"] += 1
+            except zmq.ZMQError as exc:
+                if exc.errno != zmq.EHOSTUNREACH:
+                    raise
+                broker.unreachable(identity)
+        broker.outbox.clear()
+        self._send_freed()
+        for pid in list(broker.watch):
+            broker.watch.discard(pid)
+            if pid in self._holders:
+                continue
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                broker.holder_gone(pid, now)
+                self._send_freed()
+                continue
+            self._holders[pid] = pidfd
+            self._on(pidfd, partial(self._holder_exited, pid))
+
+    def _send_freed(self) -> None:
+        freed = self._broker.freed
+        try:
+            while freed:
+                batch = freed[:_FREED_BATCH]
+                if not try_send(self._hot.fileno(), messages.encode(messages.Freed(batch))):
+                    break
+                del freed[: len(batch)]
+        except (BrokenPipeError, ConnectionResetError):
+            freed.clear()
+        if bool(freed) != self._want_writable and self._hot.fileno() in self._handlers:
+            self._want_writable = bool(freed)
+            self._poller.register(self._hot.fileno(), zmq.POLLIN | zmq.POLLOUT if freed else zmq.POLLIN)
+
+    def _tell_stage(self, message: messages.AdminToStage) -> None:
+        try:
+            self._admin.send(messages.encode(message))
+        except BlockingIOError:
+            logger.warning("the stage does not read its admin channel; dropped %s", type(message).__name__)
+        except (BrokenPipeError, ConnectionResetError):
+            self._running = False
+
+    def _report(self) -> dict[str, Any]:
+        now = time.monotonic()
+        return {
+            **self._broker.report(now),
+            "control": {
+                "pid": os.getpid(),
+                "incarnation": self._setup.incarnation,
+                "uptime_s": round(now - self._started_at, 3),
+                "cpus": format_cpulist(pin_self(None)),
+                "asked_cpus": self._setup.cpus,
+                "endpoint": f"tcp://{_bracketed(self._setup.host)}:{self._port}",
+            },
+            "workers": self._crew.report(),
+        }
+
+    def _explain(self, exc: Exception) -> str:
+        where = f"{self._setup.host}:{self._setup.port}"
+        if isinstance(exc, zmq.ZMQError) and exc.errno in (zmq.EADDRINUSE, zmq.EADDRNOTAVAIL):
+            return (
+                f"cannot listen on {where}: {exc.strerror}. Another program has this port, or the host is "
+                f"not an address of this machine; change zmq_port or host."
+            )
+        return f"cannot listen on {where}: {exc}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def main(line: bytes) -> None:
+    """Run as a child process; line is the set-up."""
+    setup = msgspec.json.decode(line, type=ControlSetup)
+    childlog.install(setup.label, setup.log_level)
+    pool = Pool.attach(setup.pool_fd, setup.pool_size)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    ControlLoop(setup, pool, context, ProcessLauncher(setup), LIFELINE_FD).run()
+    context.destroy(linger=_LINGER_MS)

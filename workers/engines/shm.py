@@ -1,0 +1,72 @@
+"""The `shm` engine: host memory of one machine, by mapping the peer's memfd and copying.
+
+Memory descriptor: a packed `PoolDescriptor`. Engine descriptor: the pool's name and host, for messages only;
+the mapping itself proves that the peer is reachable. A copy runs to its end inside submit(), so a transfer is
+always complete by the time it is polled. A peer's mapping is dropped when its session ends; bytes it still
+shows belong to whoever keeps the memfd open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import msgspec
+
+from mori_mp.shared.errors import TransferFailed
+from mori_mp.shared.pool import Pool, PoolDescriptor, host_id
+from mori_mp.workers.engines.base import Transfer, check_bounds
+
+NAME = "shm"
+
+_memmove = ctypes.memmove  # releases the GIL, which matters in worker_mode thread only
+
+
+class ShmEngineDescriptor(msgspec.Struct, array_like=True, frozen=True):
+    key: str
+    host_id: str
+
+
+def describe(pool: Pool) -> tuple[bytes, bytes]:
+    """Return the packed engine and memory descriptors under which peers may write into a pool."""
+    return msgspec.msgpack.encode(ShmEngineDescriptor(pool.name, host_id())), pool.descriptor().pack()
+
+
+class _Copied:
+    def poll(self) -> bool:
+        return True
+
+
+_COPIED = _Copied()
+
+
+class ShmEngine:
+    """Copies between mapped pools."""
+
+    name = NAME
+    depth = 1
+
+    def __init__(self, pool: Pool, options: dict[str, Any]) -> None:
+        self._pool = pool
+        self._peers: dict[int, Pool] = {}
+
+    def add_peer(self, peer: int, engine_desc: bytes, mem_desc: bytes) -> None:
+        self._peers[peer] = Pool.open_peer(PoolDescriptor.unpack(mem_desc))
+
+    def drop_peer(self, peer: int) -> None:
+        pool = self._peers.pop(peer, None)
+        if pool is not None:
+            pool.close()
+
+    def submit(self, peer: int, local: list[int], remote: list[int], sizes: list[int], uid: int) -> Transfer:
+        target = self._peers.get(peer)
+        if target is None:
+            raise TransferFailed(f"peer {peer} is not registered")
+        check_bounds(self._pool.size, target.size, local, remote, sizes)
+        for here, there, size in zip(local, remote, sizes, strict=True):
+            _memmove(target.address + there, self._pool.address + here, size)
+        return _COPIED
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.drop_peer(peer)

@@ -1,0 +1,192 @@
+"""A transfer worker: takes jobs from its control process, has its engine move the bytes, tells the end.
+
+One thread, one engine, one DEALER socket. While transfers are under way it polls them, first back to back and
+then with growing pauses inside the wait for new jobs, because every completion call that blocks (Mori's Wait
+and WaitFor) costs more than it saves. With nothing under way it sleeps in poll().
+
+    control --AddPeer, Job--> worker --engine.submit--> bytes at the peer --JobDone--> control
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+
+import msgspec
+import zmq
+
+from mori_mp.shared import messages
+from mori_mp.shared.affinity import pin_self
+from mori_mp.shared.errors import MoriMPError
+from mori_mp.shared.messages import AddPeer, DropPeer, Job, JobDone, PoolBacked, Stop, WorkerSetup
+from mori_mp.shared.pool import PREFAULT_STEP, Pool, prefault, total_bytes
+from mori_mp.shared.topology import format_cpulist
+from mori_mp.workers import childlog, engines
+from mori_mp.workers.boot import LIFELINE_FD
+from mori_mp.workers.engines.base import Engine, Transfer
+
+logger = logging.getLogger(__name__)
+
+_SPIN_POLLS = 64
+_MAX_PAUSE_MS = 1
+_LINGER_MS = 200
+
+
+class _UnderWay:
+    __slots__ = ("started_ns", "transfer", "write_id")
+
+    def __init__(self, write_id: int, transfer: Transfer, started_ns: int) -> None:
+        self.write_id = write_id
+        self.transfer = transfer
+        self.started_ns = started_ns
+
+
+class TransferWorker:
+    """The loop. `lifeline_fd` ends it: readable means that the control process (or the test) is gone."""
+
+    def __init__(
+        self, setup: WorkerSetup, pool: Pool, context: zmq.Context[zmq.Socket[bytes]], lifeline: int
+    ):
+        self._setup = setup
+        self._pool = pool
+        self._lifeline = lifeline
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, setup.identity.encode())
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(setup.jobs_endpoint)
+        self._refused_peers: dict[int, str] = {}
+        self._under_way: list[_UnderWay] = []
+        self._prefaulted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._prefault_error = ""
+        self._stop = False
+
+    def run(self) -> None:
+        """Serve until told to stop or cut off."""
+        setup = self._setup
+        try:
+            engine = engines.load(setup.engine, self._pool, setup.engine_options)
+        except MoriMPError as exc:
+            self._tell(messages.WorkerFailed(setup.index, str(exc)))
+            self._socket.close()
+            os.close(self._prefaulted)
+            return
+        prefaulting: threading.Thread | None = None
+        try:
+            self._tell(
+                messages.WorkerReady(setup.index, os.getpid(), format_cpulist(pin_self(None)), engine.name)
+            )
+            if setup.prefault:
+                prefaulting = threading.Thread(target=self._prefault, name="mori-mp-prefault", daemon=True)
+                prefaulting.start()
+            self._serve(engine)
+        finally:
+            if prefaulting is not None:
+                prefaulting.join()
+            self._under_way.clear()
+            engine.close()
+            self._socket.close()
+            os.close(self._prefaulted)
+
+    def _serve(self, engine: Engine) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._lifeline, zmq.POLLIN)
+        poller.register(self._prefaulted, zmq.POLLIN)
+        idle_polls = 0
+        while not self._stop or self._under_way:
+            pause = 0 if idle_polls < _SPIN_POLLS else _MAX_PAUSE_MS
+            timeout = pause if self._under_way else None
+            for source, _ in poller.poll(timeout):
+                if source is self._socket:
+                    self._take(engine)
+                elif source == self._prefaulted:
+                    os.eventfd_read(self._prefaulted)
+                    self._tell(PoolBacked(self._prefault_error))
+                else:
+                    logger.info("control process is gone; transfer worker %d ends", self._setup.index)
+                    self._stop = True
+                    self._under_way.clear()
+            idle_polls = 0 if self._reap() else idle_polls + 1
+
+    def _take(self, engine: Engine) -> None:
+        """Take every message that has come."""
+        while True:
+            try:
+                message = messages.to_worker.decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except msgspec.DecodeError:
+                logger.exception("undecodable message from the control process")
+                continue
+            if isinstance(message, Job):
+                self._submit(engine, message)
+            elif isinstance(message, AddPeer):
+                self._add_peer(engine, message)
+            elif isinstance(message, DropPeer):
+                self._refused_peers.pop(message.peer, None)
+                engine.drop_peer(message.peer)
+            elif isinstance(message, Stop):
+                self._stop = True
+
+    def _add_peer(self, engine: Engine, message: AddPeer) -> None:
+        try:
+            engine.add_peer(message.peer, message.engine_desc, message.mem_desc)
+        except MoriMPError as exc:
+            logger.error("receiver memory cannot be registered: %s", exc)
+            self._refused_peers[message.peer] = str(exc)
+
+    def _submit(self, engine: Engine, job: Job) -> None:
+        started = time.monotonic_ns()
+        refused = self._refused_peers.get(job.peer)
+        if refused is not None:
+            self._tell(JobDone(job.write_id, refused, 0))
+            return
+        try:
+            transfer = engine.submit(job.peer, job.local_offsets, job.remote_offsets, job.sizes, job.write_id)
+        except MoriMPError as exc:
+            self._tell(JobDone(job.write_id, str(exc), 0))
+            return
+        self._under_way.append(_UnderWay(job.write_id, transfer, started))
+        self._reap()
+
+    def _reap(self) -> bool:
+        """Report the transfers that have ended; tell whether there were any."""
+        ended = False
+        for one in list(self._under_way):
+            error = ""
+            try:
+                if not one.transfer.poll():
+                    continue
+            except MoriMPError as exc:
+                error = str(exc)
+            self._under_way.remove(one)
+            self._tell(JobDone(one.write_id, error, (time.monotonic_ns() - one.started_ns) // 1000))
+            ended = True
+        return ended
+
+    def _tell(self, message: messages.FromWorker) -> None:
+        self._socket.send(messages.encode(message))
+
+    def _prefault(self) -> None:
+        """Back the pool with memory of this worker's NUMA node, a step at a time."""
+        end = total_bytes(self._pool.size)
+        try:
+            for offset in range(0, end, PREFAULT_STEP):
+                if self._stop:
+                    return
+                prefault(self._pool.fd, offset, min(PREFAULT_STEP, end - offset))
+        except OSError as exc:
+            self._prefault_error = f"a pool of {self._pool.size} bytes cannot be backed by memory: {exc}"
+        os.eventfd_write(self._prefaulted, 1)
+
+
+def main(line: bytes) -> None:
+    """Run as a child process; line is the set-up."""
+    setup = msgspec.json.decode(line, type=WorkerSetup)
+    childlog.install(setup.label, setup.log_level)
+    pool = Pool.attach(setup.pool_fd, setup.pool_size)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    TransferWorker(setup, pool, context, LIFELINE_FD).run()
+    context.destroy(linger=_LINGER_MS)
