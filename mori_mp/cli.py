@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
 
 COMMANDS = {
     "pipeline": "mori_mp.pipeline.command:pipeline",
@@ -20,6 +24,11 @@ def main() -> None:
     missing = [name for name in _EXTRA if not _importable(name)]
     if missing:
         sys.exit(f"mori-mp: the command line needs {' and '.join(missing)}: pip install 'mori-mp[cli]'")
+    build_app()()
+
+
+def build_app() -> typer.Typer:
+    """The command with all its subcommands."""
     import typer
 
     app = typer.Typer(
@@ -38,7 +47,7 @@ def main() -> None:
     for name, place in COMMANDS.items():
         module, _, function = place.partition(":")
         app.command(name)(getattr(import_module(module), function))
-    app()
+    return app
 
 
 def _importable(name: str) -> bool:

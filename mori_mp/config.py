@@ -152,6 +152,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_transfer_workers: Annotated[
         int, Meta(ge=1, le=64), key("Transfer workers of a sending connector.")
     ] = 2
+    prestart: Annotated[
+        bool,
+        key("A receiver starts its own listener at once, in the background, not at its first put()."),
+    ] = True
     worker_mode: Annotated[
         Literal["process", "thread"],
         key("Run control and workers as processes, or as threads of the stage (for debugging)."),

@@ -5,8 +5,9 @@ the joint of three things: the pool (`slots`), the sending half (`publisher` ove
 the receiving half (`receiver`). Which of them exist follows from the role:
 
     sender     listens from construction on
-    receiver   gets; a put() makes it listen where the next stage will look for it (a middle stage of
-               0 -> 1 -> 2 is made with role receiver and must put all the same)
+    receiver   gets, and listens where the next stage will look for it: a middle stage of 0 -> 1 -> 2 is made
+               with role receiver and must put all the same. Started in the background, so that neither the
+               constructor nor the first put() waits for it
     dual       both from construction on
 """
 
@@ -30,7 +31,7 @@ from mori_mp.health import connector_health
 from mori_mp.link import Us
 from mori_mp.publisher import Publisher
 from mori_mp.receiver import Receiver, Timeouts, Wanted
-from mori_mp.shared.errors import ConnectorClosed, PoolExhausted, SenderUnknown, StartupError
+from mori_mp.shared.errors import ConnectorClosed, MoriMPError, PoolExhausted, SenderUnknown, StartupError
 from mori_mp.shared.pool import Pool, host_id
 from mori_mp.shared.wire import edge_name, internal_key
 from mori_mp.slots import PoolSlots
@@ -39,6 +40,7 @@ from mori_mp.workers import engines
 logger = logging.getLogger(__name__)
 
 _CLOSE_WAIT_SECONDS = 0.5
+_START_WAIT_SECONDS = 2.0  # for a listener that is just being started
 
 
 class MoriTransferEngineConnector:
@@ -87,12 +89,15 @@ class MoriTransferEngineConnector:
         self.heart: hearts.Heart | None = None
         self._starting = threading.Lock()
         self._calls = 0
+        self._pool_in_use = False
         self._calls_changed = threading.Condition()
         self.metrics = {"puts": 0, "bytes_put": 0, "errors": 0}
         self._closed = False
         try:
             if self.role != "receiver":
                 self._ensure_heart()
+            elif settings.prestart and settings.listener_endpoint() is not None:
+                threading.Thread(target=self._prestart, name="mori-mp-prestart", daemon=True).start()
             if self.role != "sender" and settings.from_stage is not None and settings.to_stage is not None:
                 self._greet_sender(edge_name(settings.from_stage, settings.to_stage))
         except BaseException:
@@ -119,6 +124,7 @@ class MoriTransferEngineConnector:
         if heart is not None:
             return heart
         with self._starting:
+            self._check_open("put")
             if self.heart is None:
                 endpoint = self.settings.listener_endpoint()
                 if endpoint is None:
@@ -135,9 +141,24 @@ class MoriTransferEngineConnector:
                     replay=self.publisher.replay,
                     freed=self.publisher.freed,
                 )
+                try:
+                    self._check_open("put")
+                except ConnectorClosed:  # close() did not wait for us
+                    heart.supervisor.close()
+                    raise
                 self.publisher.attach(heart.supervisor.hot)
                 self.heart = heart
             return self.heart
+
+    def _prestart(self) -> None:
+        """Start a receiver's listener ahead of its first put(), which it may never make (a last stage)."""
+        try:
+            with self._calling("put"):
+                self._ensure_heart()
+        except ConnectorClosed:
+            return
+        except MoriMPError as exc:
+            logger.warning("stage %d cannot listen yet; its first put() tries again: %s", self.stage_id, exc)
 
     def _greet_sender(self, edge: str) -> None:
         if self.sender_zmq_port:
@@ -298,16 +319,20 @@ class MoriTransferEngineConnector:
         """End the children, let go of sockets, memory and files. Idempotent; takes at most 5 s."""
         if getattr(self, "_closed", True):
             return
-        self._closed = True
-        self.receiver.close()
-        with self._starting:
-            heart = self.heart
-        if heart is not None:
-            heart.supervisor.close()
         with self._calls_changed:
-            idle = self._calls_changed.wait_for(lambda: self._calls == 0, _CLOSE_WAIT_SECONDS)
-        if idle:  # else a put() is still copying into the pool; its mapping goes with that thread
-            self._pool.close()
+            if self._closed:
+                return
+            self._closed = True
+        self.receiver.close()
+        if self._starting.acquire(timeout=_START_WAIT_SECONDS):  # else the thread that starts it ends it
+            self._starting.release()
+            if self.heart is not None:
+                self.heart.supervisor.close()
+        with self._calls_changed:
+            if self._calls_changed.wait_for(lambda: self._calls == 0, _CLOSE_WAIT_SECONDS):
+                self._pool.close()
+            else:  # a put() is still copying into the pool: the last call to end lets go of it
+                self._pool_in_use = True
 
     def __del__(self) -> None:
         self.close()
@@ -320,17 +345,22 @@ class MoriTransferEngineConnector:
     ) -> None:
         self.close()
 
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ConnectorClosed(f"{what}(): the connector is closed")
+
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
         """Count a call, so that close() does not take the pool away under it."""
-        if self._closed:
-            raise ConnectorClosed(f"{what}(): the connector is closed")
         with self._calls_changed:
+            self._check_open(what)
             self._calls += 1
         try:
             yield
         finally:
             with self._calls_changed:
                 self._calls -= 1
-                if self._closed:
+                if not self._calls:
                     self._calls_changed.notify_all()
+                    if self._pool_in_use:
+                        self._pool.close()

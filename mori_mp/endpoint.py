@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from functools import lru_cache
 
 AUTO_HOSTS = frozenset({"", "auto", "*", "0.0.0.0", "::"})
 
@@ -18,10 +19,12 @@ def resolve_host(host: str | None) -> str:
     return local_address()
 
 
+@lru_cache(maxsize=1)
 def local_address() -> str:
     """Return the source address of this machine's default route, or loopback if it has none.
 
-    Connecting a UDP socket sends nothing; it only makes the kernel choose a route.
+    Connecting a UDP socket sends nothing; it only makes the kernel choose a route. Looked up once, since
+    get() asks each time.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

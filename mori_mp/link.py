@@ -33,6 +33,10 @@ AUDIT_SECONDS = 1.0
 EAGER_CREDIT_BYTES = 8 << 20
 
 
+LateHandler = Callable[["wire.Done | None"], None]
+"""Takes the answer to a pull that was given up; None: the sender is gone, and its writes with it."""
+
+
 class Peer(Enum):
     """Which protocol the sender speaks."""
 
@@ -55,13 +59,13 @@ class Us:
 class _Request:
     """A pull under way. done: the sender's answer; again: it must be sent anew."""
 
-    __slots__ = ("again", "done", "message", "on_late_end")
+    __slots__ = ("again", "done", "message", "on_late")
 
     def __init__(self, message: wire.Pull) -> None:
         self.message = message
         self.done: wire.Done | None = None
         self.again = False
-        self.on_late_end: Callable[[], None] | None = None
+        self.on_late: LateHandler | None = None
 
 
 class Link:
@@ -175,7 +179,7 @@ class Link:
                 return
             orphan = self._orphans.pop(notice.corr, None)
             if orphan is not None:
-                self._end_orphan(orphan[0], notice)
+                _end_orphan(orphan[0], notice)
         elif isinstance(notice, wire.Gone):
             self.mailbox.withdraw(notice)
             self._on_change()
@@ -200,9 +204,12 @@ class Link:
             self.mailbox = Mailbox()
             self._retire_pool()
         else:
-            for request, _, _ in self._orphans.values():
-                self._end_orphan(request, None)
-            self._orphans.clear()
+            for corr, (request, _, _) in list(self._orphans.items()):
+                if request.message.lease:
+                    self._post(request.message)  # we may hold it, and must know
+                else:
+                    del self._orphans[corr]
+                    _end_orphan(request, None)
         for request in self._requests.values():
             request.again = True
         self._flush_settled()
@@ -228,7 +235,7 @@ class Link:
             while True:
                 pause = min(deadline, time.monotonic() + AUDIT_SECONDS)
                 done = self._board.wait(answered, pause)
-                if done is not None or time.monotonic() >= deadline:
+                if done is not None or time.monotonic() >= deadline or self._board.closed:
                     return done
                 self.audit(time.monotonic())  # finds out about a control process that died with our request
         finally:
@@ -238,10 +245,10 @@ class Link:
         """Make a pull with a correlation id of its own."""
         return wire.Pull(self._corr(), key, length, dst_offset, lease)
 
-    def abandon(self, message: wire.Pull, on_late_end: Callable[[], None] | None) -> None:
-        """Give up an unanswered pull. on_late_end runs once its write cannot touch our memory any more."""
+    def abandon(self, message: wire.Pull, on_late: LateHandler) -> None:
+        """Give up an unanswered pull. on_late gets its answer, after which no write can touch our memory."""
         request = _Request(message)
-        request.on_late_end = on_late_end
+        request.on_late = on_late
         group = self.welcome.process_group if self.welcome is not None else 0
         self._orphans[message.corr] = (request, group, time.monotonic())
 
@@ -258,21 +265,13 @@ class Link:
         if consumed or released:
             self._post(wire.Settle(consumed, released))
 
-    def _end_orphan(self, request: _Request, done: wire.Done | None) -> None:
-        if done is not None and done.status == "":
-            self.mailbox.mark_taken(done.generation)
-            if request.message.lease:
-                self.settle(released=done.generation)
-        if request.on_late_end is not None:
-            request.on_late_end()
-
     def _sweep_orphans(self, now: float) -> None:
         """End the abandoned pulls of a sender that no longer exists on this host."""
         same_host = self.welcome is not None and self.welcome.host_id == self._us.host_id
         for corr, (request, group, since) in list(self._orphans.items()):
             if same_host and now - since > AUDIT_SECONDS and group and not process_group_alive(group):
                 del self._orphans[corr]
-                self._end_orphan(request, None)
+                _end_orphan(request, None)
 
     @property
     def quarantined(self) -> int:
@@ -296,6 +295,11 @@ class Link:
     def close(self) -> None:
         """Let go of the lent pool; the switchboard closes the sockets."""
         self._retire_pool()
+
+
+def _end_orphan(request: _Request, done: wire.Done | None) -> None:
+    if request.on_late is not None:
+        request.on_late(done)
 
 
 def _take(queue: deque[int]) -> list[int]:

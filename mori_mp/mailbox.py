@@ -72,11 +72,14 @@ class Mailbox:
         self._ready.pop(key, None)
         self._missed.pop(key, None)
 
-    def mark_taken(self, generation: int) -> None:
-        """Remember that a generation has been delivered."""
+    def mark_taken(self, generation: int) -> bool:
+        """Remember that a generation has been delivered; False if it had been already."""
+        if generation in self._taken:
+            return False
         self._taken[generation] = None
         if len(self._taken) > MAX_TAKEN:
             self._taken.popitem(last=False)
+        return True
 
     def collect_missed(self) -> list[str]:
         """Return the keys missed since the last call, to audit."""

@@ -7,8 +7,8 @@ What get() does depends on what is known, cheapest first:
     landing  allocate a slot of our pool and have a worker of the sender write into it: one round trip
     v1       the in-tree class: query its size unless the metadata has it, then a landing pull
 
-A landing slot whose get() gave up is quarantined: it returns to the pool when the sender reports the end of
-that write or is known to be gone with all its processes.
+A landing slot whose get() gave up is quarantined: it is not handed out again before the sender reports the
+end of that write, or is known to be gone with all its processes. What arrives late waits for the next get().
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from mori_mp.switchboard import Switchboard
 logger = logging.getLogger(__name__)
 
 FIRST_CONTACT_SECONDS = 1.0
+LATE_SECONDS = 60.0
 NOTICE_GRACE_SECONDS = 0.02
 """A Ready notice overtakes a pull of our own; with complete metadata we give it this long to arrive."""
 
@@ -63,6 +64,15 @@ class _Delivery(NamedTuple):
     buffer: ManagedBuffer | None
 
 
+class _Late(NamedTuple):
+    """A delivery that came after its get() had given up; since is monotonic seconds."""
+
+    delivery: _Delivery
+    fast_path: bool
+    how: str
+    since: float
+
+
 class Receiver:
     """See the module's docstring. Thread-safe. slots is None until the connector has a pool."""
 
@@ -77,6 +87,7 @@ class Receiver:
         self._links: dict[tuple[str, int], Link] = {}
         self._links_lock = threading.Lock()
         self._generation = 0
+        self._late: dict[str, _Late] = {}
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
 
     # ---------------------------------------------------------------------------- links
@@ -106,7 +117,7 @@ class Receiver:
             pause = min(deadline, now + 1.0)
             if self._board.wait(lambda: True if self._generation != generation else None, pause):
                 return True
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or self._board.closed:
                 return False
             for link in list(self._links.values()):
                 link.audit(time.monotonic())
@@ -118,6 +129,10 @@ class Receiver:
         With a deadline (monotonic seconds) it is waited for until then. Without, only a transfer that has
         begun, or one that complete metadata promises, is waited for. Raises CorruptPayload.
         """
+        if self._late:
+            late = self._take_late(wanted.key)
+            if late is not None:
+                return late
         link = self.link(wanted.host, wanted.port, wanted.edge)
         if not self._reached(link, wanted, deadline):
             return None
@@ -125,6 +140,8 @@ class Receiver:
             return self._get_v1(link, wanted, deadline)
         while True:
             ready = self._find(link, wanted, deadline)
+            if ready is _LATE:
+                return self.get(wanted, deadline)
             if ready is None:
                 if not wanted.size:
                     self.counters["misses"] += 1
@@ -135,6 +152,8 @@ class Receiver:
             result = self._fetch(link, wanted, ready, deadline)
             if result is not None or deadline is None or time.monotonic() >= deadline:
                 return result
+            if self._board.closed:
+                return None
             wanted = wanted._replace(size=0)
 
     def _reached(self, link: Link, wanted: Wanted, deadline: float | None) -> bool:
@@ -149,6 +168,8 @@ class Receiver:
                 deadline = now + (self._timeouts.query if wanted.size else FIRST_CONTACT_SECONDS)
         link.greeted = True
         while link.await_peer(min(deadline, time.monotonic() + 1.0)) is Peer.UNKNOWN:
+            if self._board.closed:
+                return False
             link.audit(time.monotonic())
             if time.monotonic() >= deadline:
                 if wanted.size:
@@ -169,10 +190,13 @@ class Receiver:
         until = deadline if deadline is not None else time.monotonic() + NOTICE_GRACE_SECONDS
         while True:
             pause = min(until, time.monotonic() + 1.0)
-            ready = self._board.wait(lambda: link.mailbox.get(wanted.key), pause)
-            if ready is not None or time.monotonic() >= until:
+            ready = self._board.wait(lambda: self._announced(link, wanted.key), pause)
+            if ready is not None or time.monotonic() >= until or self._board.closed:
                 return ready
             link.audit(time.monotonic())
+
+    def _announced(self, link: Link, key: str) -> wire.Ready | None:
+        return _LATE if key in self._late else link.mailbox.get(key)
 
     def _fetch(
         self, link: Link, wanted: Wanted, ready: wire.Ready, deadline: float | None
@@ -194,24 +218,38 @@ class Receiver:
         request = link.new_pull(ready.key, ready.size, 0, True)
         done = link.pull(request, deadline)
         if done is None:
-            link.abandon(request, None)
+
+            def on_late(done: wire.Done | None) -> None:
+                if done is None or done.status or not link.mailbox.mark_taken(done.generation):
+                    return  # taken already by asking again: that one buffer holds the lease
+                delivery = self._leased(link, ready.key, done)
+                if delivery is not None:
+                    self._keep_late(ready.key, _Late(delivery, done.fast_path, "lease", time.monotonic()))
+
             self._gave_up(link, ready)
+            link.abandon(request, on_late)
             return None
         if done.status:
             self._refused(link, ready, done)
             return None
-        link.mailbox.mark_taken(done.generation)
+        if not link.mailbox.mark_taken(done.generation):
+            return self._take_late(ready.key)  # granted to an earlier get() that had given up
+        delivery = self._leased(link, ready.key, done)
+        return None if delivery is None else self._finish(ready.key, done.fast_path, delivery, "lease")
+
+    def _leased(self, link: Link, key: str, done: wire.Done) -> _Delivery | None:
+        """Take over a lease that the sender has granted."""
         generation = done.generation
         try:
             lent = link.lent_pool()
+            view = lent.view(done.offset, done.size)
             buffer = lent.lease(done.offset, done.size, generation, lambda: link.settle(released=generation))
         except (EngineUnavailable, WireError) as exc:
             link.settle(released=generation)
             self.counters["errors"] += 1
-            logger.error("get of %r from %s: %s", ready.key, link.address, exc)
+            logger.error("get of %r from %s: %s", key, link.address, exc)
             return None
-        view = lent.view(done.offset, done.size)
-        return self._finish(ready.key, done.fast_path, _Delivery(view, buffer), "lease")
+        return _Delivery(view, buffer)
 
     def _fetch_landing(self, link: Link, ready: wire.Ready, deadline: float) -> tuple[Any, int] | None:
         offset = self._slot(ready.key, ready.size)
@@ -223,8 +261,16 @@ class Receiver:
         done = link.pull(request, deadline)
         if done is None:
             self.counters["quarantined"] += 1
-            link.abandon(request, lambda: self._slots.give_back(offset))
+
+            def on_late(done: wire.Done | None) -> None:
+                if done is None or done.status or not link.mailbox.mark_taken(done.generation):
+                    self._slots.give_back(offset)
+                    return
+                delivery = self._landed(offset, ready.size)
+                self._keep_late(ready.key, _Late(delivery, done.fast_path, "landing", time.monotonic()))
+
             self._gave_up(link, ready)
+            link.abandon(request, on_late)
             return None
         if done.status:
             self._slots.give_back(offset)
@@ -242,7 +288,7 @@ class Receiver:
                 size, fast_path = found.data_size, found.is_fast_path
                 break
             self.counters["misses"] += 1
-            if deadline is None or time.monotonic() >= deadline:
+            if deadline is None or time.monotonic() >= deadline or self._board.closed:
                 return None
             # A v1 sender sends no notices: asking again is all there is.
             self._board.wait(lambda: None, min(deadline, time.monotonic() + _V1_POLL_SECONDS))
@@ -280,6 +326,22 @@ class Receiver:
             return None
 
     # ------------------------------------------------------------------------- outcomes
+    def _take_late(self, key: str) -> tuple[Any, int] | None:
+        late = self._late.pop(key, None)
+        return None if late is None else self._finish(key, late.fast_path, late.delivery, late.how)
+
+    def _keep_late(self, key: str, late: _Late) -> None:
+        """Keep a payload that came after its get() had given up: for the sender it is delivered.
+
+        The next get() finds it. One that nobody asks for again goes after a while.
+        """
+        self.counters["late"] += 1
+        self._late[key] = late
+        self._on_change()
+        for old_key, old in list(self._late.items()):
+            if late.since - old.since > LATE_SECONDS:
+                self._late.pop(old_key, None)
+
     def _slot(self, key: str, size: int) -> int | None:
         try:
             return self._slots.alloc(size)
@@ -336,7 +398,8 @@ class Receiver:
         return self._timeouts.transfer + 5.0 * (size // 100_000_000)
 
     def forget(self, key: str) -> None:
-        """Drop what the mailboxes hold of a key."""
+        """Drop what is known of a key."""
+        self._late.pop(key, None)
         for link in list(self._links.values()):
             link.mailbox.forget(key)
 
@@ -383,6 +446,7 @@ def _no_slot() -> None:
 
 
 _NOTHING = memoryview(b"")
+_LATE = wire.Ready("", 0, 0, False, _NOTHING)  # stands for: look among the late deliveries
 _V1_POLL_SECONDS = 0.002
 _COUNTERS = (
     "gets",
@@ -398,4 +462,5 @@ _COUNTERS = (
     "corrupt",
     "pool_exhausted",
     "quarantined",
+    "late",
 )

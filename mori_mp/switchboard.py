@@ -25,7 +25,11 @@ from typing import TypeVar
 
 import zmq
 
+from mori_mp.shared.errors import ConnectorClosed
+
 logger = logging.getLogger(__name__)
+
+_CLOSE_LINGER_MS = 200  # for what has been sent just before, such as the end of a lease
 
 T = TypeVar("T")
 Handler = Callable[[list[bytes]], None]
@@ -56,11 +60,27 @@ class Switchboard:
         self._changed = threading.Condition()  # its RLock lets a finalizer notify
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lines: dict[zmq.Socket[bytes], Line] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
         self._retired: deque[Line] = deque()
         self._closed = False
 
+    @property
+    def closed(self) -> bool:
+        """True from the start of close() on; wait() no longer waits then."""
+        return self._closed
+
     def open(self, address: str, handler: Handler, max_message_bytes: int) -> Line:
-        """Connect a DEALER; handler gets each message's frames, on the thread that holds the token."""
+        """Connect a DEALER; handler gets each message's frames, on the thread that holds the token.
+
+        Raises ConnectorClosed after close().
+        """
+        with self._hold():  # a socket made beside close() would have it wait for ever
+            if self._closed:
+                raise ConnectorClosed(f"no socket to {address}: the connector is closed")
+            return self._open(address, handler, max_message_bytes)
+
+    def _open(self, address: str, handler: Handler, max_message_bytes: int) -> Line:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
@@ -75,8 +95,8 @@ class Switchboard:
             socket.close()
             raise
         line = Line(self, socket, handler)
-        with self._hold():
-            self._lines[socket] = line
+        self._lines[socket] = line
+        self._poller.register(socket, zmq.POLLIN)
         return line
 
     def retire(self, line: Line) -> None:
@@ -88,8 +108,14 @@ class Switchboard:
     def nudge(self) -> None:
         """Have queued messages sent, by this thread or by the one that holds the token."""
         if not self.pump():
-            with suppress(OSError):  # closed meanwhile
-                os.eventfd_write(self._wake_fd, 1)
+            self._wake()
+
+    def _wake(self) -> None:
+        """Wake the thread that polls."""
+        fd = self._wake_fd
+        if fd >= 0:
+            with suppress(OSError):  # closed just now
+                os.eventfd_write(fd, 1)
 
     def pump(self) -> bool:
         """Send what is queued and take what has come; False if another thread is at it."""
@@ -133,16 +159,16 @@ class Switchboard:
 
     def close(self) -> None:
         """Close every socket. A thread inside wait() returns at once."""
-        if self._closed:
-            return
         self._closed = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._wake()
         with self._hold():
             for line in self._lines.values():
-                line.socket.close()
+                line.socket.close(_CLOSE_LINGER_MS)
             self._lines.clear()
             self._context.term()
-            os.close(self._wake_fd)
+            wake_fd, self._wake_fd = self._wake_fd, -1  # a buffer may be released later still
+            if wake_fd >= 0:
+                os.close(wake_fd)
 
     def _hold(self) -> _Held:
         return _Held(self)
@@ -177,15 +203,12 @@ class Switchboard:
                 line.handler(frames)
         while self._retired:
             line = self._retired.popleft()
-            self._lines.pop(line.socket, None)
-            line.socket.close()
+            if self._lines.pop(line.socket, None) is not None:
+                self._poller.unregister(line.socket)
+                line.socket.close()
 
     def _sleep(self, seconds: float) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_fd, zmq.POLLIN)
-        for line in self._all():
-            poller.register(line.socket, zmq.POLLIN)
-        poller.poll(int(seconds * 1000) + 1)
+        self._poller.poll(int(seconds * 1000) + 1)
         with suppress(BlockingIOError, OSError):
             os.eventfd_read(self._wake_fd)
 
@@ -199,7 +222,7 @@ class _Held:
     def __enter__(self) -> None:
         board = self._board
         while not board._token.acquire(blocking=False):
-            os.eventfd_write(board._wake_fd, 1)
+            board._wake()
             with board._changed:
                 if board._token.locked():
                     board._changed.wait(0.05)  # the token may be taken again before we wake

@@ -38,9 +38,9 @@ class LeaseBoard:
         if self._wide[slot * 2] == generation:
             self._narrow[slot * 4 + 3] = RELEASED
 
-    def holder(self, slot: int, generation: int) -> int:
-        """Return the pid that holds a lease on this generation, 0 if none does or it has been released."""
-        if self._wide[slot * 2] == generation and self._narrow[slot * 4 + 3] == GRANTED:
+    def lessee(self, slot: int, generation: int) -> int:
+        """Return the pid that was granted a lease on this generation, ended or not; 0: none was."""
+        if self._wide[slot * 2] == generation and self._narrow[slot * 4 + 3]:
             return self._narrow[slot * 4 + 2]
         return 0
 

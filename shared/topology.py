@@ -33,7 +33,7 @@ _CLASS_NETWORK, _CLASS_DISPLAY, _CLASS_COPROCESSOR, _CLASS_ACCELERATOR = 0x02, 0
 _CLASS_INFINIBAND = 0x0C06  # base class and subclass
 
 
-class TopologyError(MoriMPError, RuntimeError):
+class TopologyError(MoriMPError, OSError):
     """Not even the online CPUs can be read; pinning is impossible, running unpinned is not."""
 
 

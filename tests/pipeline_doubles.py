@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from mori_mp import MoriTransferEngineConnector
+
 
 class DirectoryConnector:
     """Payloads as files in `config["directory"]`: slow, but no more than the API."""
@@ -69,7 +71,7 @@ class DirectoryConnector:
         time.sleep(min(timeout, 0.001))
 
     def health(self) -> dict[str, Any]:
-        return {"status": "healthy", "pool": {"used_bytes": self._held}, "deliveries": {"file": 1}}
+        return {"status": "healthy", "pool": {"used_bytes": self._held}}
 
     def close(self) -> None:
         return
@@ -79,14 +81,36 @@ def _is(key: str, request: int, chunk: int) -> bool:
     return key.startswith(f"req-{request:04d}_") and key.endswith(f"_{chunk}")
 
 
-class FlippingConnector(DirectoryConnector):
-    """Flips one bit of chunk 2 of request 1 on the edge 0 -> 1."""
+class FaultyConnector(DirectoryConnector):
+    """Everything that a run survives, on the edge 0 -> 1 of two requests.
+
+    Prints to stdout, as Mori does, and starts a child that does so too. Refuses each put() twice, with False
+    and with an exception. Puts chunk 1 of request 0 once more in place of chunk 2. Flips a bit of chunk 2 of
+    request 1 on its way to the receiver.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._tries: dict[str, int] = {}
+        self._kept: Any = None
+        print('{"event": "done"}', flush=True)
+        subprocess.run(["echo", "not a message"], check=True)
+
+    def put(self, source: str, target: str, key: str, data: Any) -> tuple[bool, int, dict[str, Any] | None]:
+        self._tries[key] = self._tries.get(key, 0) + 1
+        if self._tries[key] == 1:
+            return False, 0, None
+        if self._tries[key] == 2:
+            raise MemoryError("no room just now")
+        if _is(key, 0, 1):
+            self._kept = copy.deepcopy(data)
+        return super().put(source, target, key, self._kept if _is(key, 0, 2) else data)
 
     def get(
         self, source: str, target: str, key: str, metadata: dict[str, Any] | None = None
     ) -> tuple[Any, int] | None:
         found = super().get(source, target, key, metadata)
-        if found is not None and source == "0" and _is(key, 1, 2):
+        if found is not None and _is(key, 1, 2):
             found[0]["hidden_states"]["output"].view(torch.uint8)[0, 7] ^= 1
         return found
 
@@ -97,32 +121,6 @@ class DroppingConnector(DirectoryConnector):
     def put(self, source: str, target: str, key: str, data: Any) -> tuple[bool, int, dict[str, Any] | None]:
         if source == "0" and _is(key, 0, 3):
             return True, 1, {}
-        return super().put(source, target, key, data)
-
-
-class RepeatingConnector(DirectoryConnector):
-    """Delivers chunk 1 of request 0 once more in place of chunk 2."""
-
-    _kept: Any = None
-
-    def put(self, source: str, target: str, key: str, data: Any) -> tuple[bool, int, dict[str, Any] | None]:
-        if _is(key, 0, 1):
-            self._kept = copy.deepcopy(data)
-        return super().put(source, target, key, self._kept if _is(key, 0, 2) else data)
-
-
-class RefusingConnector(DirectoryConnector):
-    """Refuses each put() twice, once with False and once with an exception."""
-
-    _tries: dict[str, int]
-
-    def put(self, source: str, target: str, key: str, data: Any) -> tuple[bool, int, dict[str, Any] | None]:
-        self._tries = getattr(self, "_tries", {})
-        self._tries[key] = self._tries.get(key, 0) + 1
-        if self._tries[key] == 1:
-            return False, 0, None
-        if self._tries[key] == 2:
-            raise MemoryError("no room just now")
         return super().put(source, target, key, data)
 
 
@@ -139,36 +137,37 @@ class CrashingConnector(DirectoryConnector):
 
 
 class BrokenConnector(DirectoryConnector):
-    """Cannot be built in stage 2."""
+    """Cannot be built in stage 1."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        if config["stage_id"] == 2:
+        if config["stage_id"] == 1:
             raise RuntimeError("port 4242 is taken")
         super().__init__(config)
 
 
-class PrintingConnector(DirectoryConnector):
-    """Writes to stdout, as Mori does, and starts a child that does so too."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(config)
-        print('{"event": "done"}', flush=True)
-        subprocess.run(["echo", "not a message"], check=True)
-
-
 class LeavingConnector(DirectoryConnector):
-    """Leaves a child process and pool bytes behind."""
+    """Stage 0 leaves pool bytes, a child and a file behind; the other stages never return from close()."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._held = 4096 if config["stage_id"] == 0 else 0
-        if config["stage_id"] == 1:
+        self._last = config["stage_id"] > 0
+        if not self._last:
+            self._held = 4096
+            Path(config["runtime_dir"], f"{os.getpid()}-socket").touch()
             self.child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 
-
-class StuckConnector(DirectoryConnector):
-    """close() never returns."""
-
     def close(self) -> None:
-        while True:
+        while self._last:
             time.sleep(1)
+
+
+class FlippingMoriConnector(MoriTransferEngineConnector):
+    """The real one, with one bit of chunk 2 of request 1 flipped after its arrival in stage 1."""
+
+    def get(
+        self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
+    ) -> tuple[Any, int] | None:
+        found = super().get(from_stage, to_stage, get_key, metadata)
+        if found is not None and from_stage == "0" and _is(get_key, 1, 2):
+            found[0]["embed"]["decode"].view(torch.uint8)[0, 7] ^= 1
+        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,7 +115,9 @@ def write(root: Path, machine: Machine) -> Path:
     return root
 
 
-def _put_device(root: Path, device: Device, number: int, all_cpus: str, put) -> None:  # type: ignore[no-untyped-def]
+def _put_device(
+    root: Path, device: Device, number: int, all_cpus: str, put: Callable[[str, str], None]
+) -> None:
     domain, bus, _ = device.address.split(":")
     bridge = f"{domain}:{int(bus, 16) & 0xE0 | 1:02x}:{number + 1:02x}.0"
     folder = f"devices/pci{domain}:{int(bus, 16) & 0xE0:02x}"

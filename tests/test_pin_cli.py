@@ -131,6 +131,27 @@ def test_cli_usage_errors(
     assert message in err
 
 
+def test_cli_exec_pins_itself_to_the_whole_plan_and_checks_the_mask(
+    nps1_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = read_topology(nps1_root, nps1_root / "proc")
+    asked: list[frozenset[int] | None] = []
+    ran: list[list[str]] = []
+    monkeypatch.setattr(pin_cli, "read_topology", lambda: topology)
+    monkeypatch.setattr(pin_cli, "pin_self", lambda cpus: asked.append(cpus) or cpus)
+    monkeypatch.setattr(os, "execvp", lambda file, args: ran.append(args))
+    arguments = ("--gpu", MI300X_GPUS[0], "--workers", 2, "--exec", "--", "serve", "--json")
+    cli(capsys, *arguments)
+    assert asked == [{93, 94, 95, 285, 286, 287}]
+    assert ran == [["serve", "--json"]]
+    # A mask that the kernel cut down must not pass unnoticed.
+    monkeypatch.setattr(pin_cli, "pin_self", lambda cpus: frozenset({0}))
+    status, _, err = cli(capsys, *arguments)
+    assert status == 1
+    assert "the kernel gave 0" in err
+    assert len(ran) == 1
+
+
 def test_cli_unreadable_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = cli(capsys, "--sysfs-root", tmp_path)
     assert (status, out) == (2, "")
@@ -138,8 +159,9 @@ def test_cli_unreadable_topology(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 # ------------------------------------------------------------------------------------ the script
-def script(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "MORI_MP_PYTHON": sys.executable, **env}
+def script(*arguments: str, cwd: Path | None = None, **env: str | None) -> subprocess.CompletedProcess[str]:
+    wanted = {**os.environ, "MORI_MP_PYTHON": sys.executable, **env}
+    environment = {name: value for name, value in wanted.items() if value is not None}
     return subprocess.run([str(SCRIPT), *arguments], capture_output=True, text=True, env=environment, cwd=cwd)
 
 
@@ -173,8 +195,8 @@ def test_the_script_works_from_a_checkout_without_an_installation(tmp_path: Path
     python = tmp_path / "python3"  # -S: no site-packages, so neither mori_mp nor its dependencies
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
     python.chmod(0o755)
-    env = {"MORI_MP_PYTHON": "", "PYTHONPATH": "", "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = script("--json", cwd=tmp_path, **env)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    done = script("--json", cwd=tmp_path, MORI_MP_PYTHON=None, PYTHONPATH=None, PATH=path)
     assert done.returncode == 0, done.stderr
     assert Plan.from_json(done.stdout)
 

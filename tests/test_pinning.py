@@ -195,6 +195,19 @@ def test_spreading_starts_at_home() -> None:
     assert made.cpus == parse_cpulist("6-11")
 
 
+def test_home_cores_are_used_up_before_a_larger_l3_elsewhere() -> None:
+    topology = flat(cores=12, l3_cores=4, nodes=3, allowed=parse_cpulist("0-2,4-11"))
+    assert plan(topology, workers=6, numa_node=0).cpus == parse_cpulist("0-2,4-7")
+
+
+def test_whole_cores_of_a_lower_l3_are_better_than_half_cores_of_a_higher_one() -> None:
+    made = plan(flat(cores=8, threads=2, l3_cores=4, allowed=parse_cpulist("0-11")), workers=2)
+    assert made.cpus == parse_cpulist("1-3,9-11")
+    assert not made.degraded
+    spread = plan(flat(cores=8, threads=2, l3_cores=2, allowed=parse_cpulist("0-13")), workers=4)
+    assert not spread.cpus & {6, 7}
+
+
 def test_with_fewer_cores_than_workers_nothing_is_pinned() -> None:
     made = plan(flat(cores=4), workers=5)
     assert (made.control, made.workers) == (None, (None,) * 5)

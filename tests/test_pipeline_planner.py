@@ -57,10 +57,10 @@ def test_edges_carry_hidden_states_then_codec_frames() -> None:
     assert (traffic.codec_chunk_frames, traffic.codec_left_context_frames) == (25, 25)
 
 
-def test_shm_runs_on_this_host_and_its_own_ports(tmp_path: Path) -> None:
+def test_shm_runs_on_this_host_and_its_own_ports() -> None:
     options = RunOptions(backend="shm")
     assert wants_local_ports(options)
-    found = configs(load_deploy(SHIPPED), options, base_port=23456, runtime_dir=str(tmp_path))
+    found = configs(load_deploy(SHIPPED), options, base_port=23456)
     assert found[0]["zmq_port"] == 23456
     assert found[1]["sender_zmq_port"] == 23456
     assert found[2]["sender_zmq_port"] == 23457
@@ -68,7 +68,6 @@ def test_shm_runs_on_this_host_and_its_own_ports(tmp_path: Path) -> None:
         assert config["backend_type"] == "shm"
         assert config["memory_pool_device"] == "cpu"
         assert config["host"] == "127.0.0.1"
-        assert config["runtime_dir"] == str(tmp_path)
         assert config["codec_chunk_frames"] == 25
 
 
@@ -111,12 +110,11 @@ def test_a_backend_takes_over_foreign_edges_and_says_so(
     assert "edge 0 -> 1 names SharedMemoryConnector; running it on MoriTransferEngineConnector" in caplog.text
 
 
-def test_another_class_runs_with_the_host_s_configuration(tmp_path: Path) -> None:
-    plans = make_plans(
-        load_deploy(SHIPPED), RunOptions(connector_class="some.module:Class"), runtime_dir="/ours"
-    )
+def test_another_class_runs_with_the_host_s_configuration() -> None:
+    deploy = load_deploy(SHIPPED)
+    plans = make_plans(deploy, RunOptions(connector_class="some.module:Class"))
     assert {plan.connector_class for plan in plans} == {"some.module:Class"}
-    assert all("runtime_dir" not in plan.connector_config for plan in plans)
+    assert [p.connector_config for p in plans] == [deploy.connector_for_stage(s).config for s in range(3)]
 
 
 def test_a_deploy_without_edges_has_nothing_to_run(tmp_path: Path) -> None:

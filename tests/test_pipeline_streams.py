@@ -15,6 +15,8 @@ from mori_mp.pipeline.streams import Inbox, Outbox, Relay, RunClock, Source, Str
 from mori_mp.pipeline.workload import Workload
 
 A, B = Edge(source=0, target=1, kind="hidden"), Edge(source=1, target=2, kind="codec")
+EDGES = (A, B)
+TRACED_EDGES = (Edge(source=0, target=1, kind="trace"), Edge(source=1, target=2, kind="trace"))
 MODES: list[GetMode] = ["deadline", "poll", "wake"]
 
 
@@ -92,19 +94,23 @@ def join(threads: list[threading.Thread]) -> None:
 
 def run_three_stages(traffic: Traffic, mode: GetMode) -> tuple[list[Any], list[Any]]:
     """0 -> 1 -> 2 in one process; returns the send and receive reports of both edges."""
+    first_edge, second_edge = EDGES if not traffic.trace else TRACED_EDGES
     connector, workload, clock = MemoryConnector(), Workload(traffic), clock_of()
-    first, second = Outbox(connector, workload, [A], clock), Outbox(connector, workload, [B], clock)
-    relay = Relay(second, workload, [A], [B])
-    middle, last = Inbox(workload, [A], relay), Inbox(workload, [B], None)
+    first, second = (
+        Outbox(connector, workload, [first_edge], clock),
+        Outbox(connector, workload, [second_edge], clock),
+    )
+    relay = Relay(second, workload, [first_edge], [second_edge])
+    middle, last = Inbox(workload, [first_edge], relay), Inbox(workload, [second_edge], None)
     receiving = [
         in_threads(
             *receiver_work(
                 mode, connector, inbox, [Stream(edge, r, None) for r in range(traffic.requests)], clock
             )
         )
-        for inbox, edge in ((middle, A), (last, B))
+        for inbox, edge in ((middle, first_edge), (last, second_edge))
     ]
-    sending = in_threads(Source(first, workload, [A], clock).run, relay.run)
+    sending = in_threads(Source(first, workload, [first_edge], clock).run, relay.run)
     join(receiving[0])
     relay.close()
     join(sending)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sysfs_tree
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sysfs_tree import MI300X_GPUS, MI300X_NICS, Device, Machine, mi300x
 
@@ -31,6 +32,7 @@ def nps1(tmp_path_factory: pytest.TempPathFactory) -> Topology:
 
 
 # -------------------------------------------------------------------------------------- cpulists
+@settings(deadline=None)
 @given(st.frozensets(st.integers(0, 400)))
 def test_cpulists_round_trip(cpus: frozenset[int]) -> None:
     assert parse_cpulist(format_cpulist(cpus)) == cpus
@@ -146,6 +148,8 @@ def test_without_online_cpus_the_topology_is_unreadable(tmp_path: Path, text: st
     with pytest.raises(TopologyError, match="devices/system/cpu/online") as caught:
         read_topology(tmp_path, tmp_path / "proc")
     assert isinstance(caught.value, MoriMPError)
+    assert isinstance(caught.value, OSError)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 # ----------------------------------------------------------------------------- affinity, cgroups
@@ -170,6 +174,7 @@ V1_CGROUP = "5:cpu,cpuacct:/docker/ab/stage\n4:cpuset:/docker/ab/stage\n0::/\n"
                     "fs/cgroup/cpuset.cpus.effective": "0-7",
                     "fs/cgroup/pod/box/cpu.max": "max 100000",
                     "fs/cgroup/pod/cpu.max": "250000 100000",
+                    "fs/cgroup/cpu.max": "600000 100000",
                 },
             ),
             "1,3-6",
@@ -177,7 +182,10 @@ V1_CGROUP = "5:cpu,cpuacct:/docker/ab/stage\n4:cpuset:/docker/ab/stage\n0::/\n"
         ),
         # Unified, seen from outside its namespace: only the mount point counts.
         (
-            Machine(cgroup="0::/../other\n", files={"fs/cgroup/cpuset.cpus.effective": "0-3"}),
+            Machine(
+                cgroup="0::/../other\n",
+                files={"fs/cgroup/cpuset.cpus.effective": "0-3", "fs/other/cpuset.cpus.effective": "1"},
+            ),
             "0-3",
             None,
         ),

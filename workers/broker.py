@@ -94,7 +94,7 @@ class Broker:
     def publish(self, message: Publish, now: float) -> None:
         """A payload is in the pool; also replayed to us after a predecessor's death."""
         slot = message.offset // BLOCK
-        holder = self._board.holder(slot, message.generation) if message.replayed else 0
+        lessee = self._board.lessee(slot, message.generation) if message.replayed else 0
         actions = self.ledger.publish(
             message.key,
             message.generation,
@@ -104,12 +104,12 @@ class Broker:
             slot,
             now,
             True,
-            holder=holder or None,
+            holder=lessee or None,
         )
-        if holder:
-            self.watch.add(holder)
-        elif message.replayed and self._board.was_released(slot, message.generation):
-            actions = self.ledger.consumed(message.generation)
+        if lessee and self._board.was_released(slot, message.generation):
+            actions += self.ledger.release(message.generation, lessee)
+        elif lessee:
+            self.watch.add(lessee)
         self._apply(actions, now)
 
     def withdraw(self, generations: Iterable[int], now: float) -> None:
@@ -218,7 +218,8 @@ class Broker:
             entry = self.ledger.lookup(key)
         else:
             key, session = request.key, self.sessions.get(identity)
-            entry = self.ledger.lookup(key, holder=session.pid if session is not None else 0)
+            # Its own lease is visible to a holder that asks for it again, not for a landing write.
+            entry = self.ledger.lookup(key, holder=session.pid if session and request.lease else None)
         if entry is None:
             self._park(key, _Parked(identity, request, now + self.limits.park_seconds))
         elif isinstance(request, wire.Pull) and request.lease:

@@ -136,7 +136,7 @@ class ControlLoop:
         self._on(self._hot.fileno(), self._from_stage)
         self._on(self._admin.fileno(), self._from_admin)
         self._on(self._lifeline, self._stage_gone)
-        self._crew.open(jobs, self._on, self._off)
+        self._crew.open(jobs, self._on, self._off, self._cannot_start)
 
     def _on(self, source: Any, handler: Callable[[], None]) -> None:
         self._handlers[source] = handler
@@ -218,9 +218,12 @@ class ControlLoop:
             elif isinstance(message, messages.WorkerFailed):
                 logger.error("transfer worker %d cannot start: %s", message.index, message.error)
                 if not self._crew.announced:
-                    self._tell_stage(messages.Failed(message.error))
+                    self._cannot_start(message.error)
             else:
                 self._tell_stage(messages.Pooled(message.error))
+
+    def _cannot_start(self, reason: str) -> None:
+        self._tell_stage(messages.Failed(reason))
 
     def _holder_exited(self, pid: int) -> None:
         pidfd = self._holders.pop(pid)

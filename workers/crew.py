@@ -144,10 +144,14 @@ class Crew:
         jobs: zmq.Socket[bytes],
         watch: Callable[[int, Callable[[], None]], None],
         unwatch: Callable[[int], None],
+        cannot_start: Callable[[str], None],
     ) -> None:
-        """Start all workers. Raises StartupError when one cannot even be started."""
+        """Start all workers. Raises StartupError when one cannot even be started.
+
+        cannot_start(reason) is called when one is given up before all of them were ready.
+        """
         self._jobs = jobs
-        self._watch, self._unwatch = watch, unwatch
+        self._watch, self._unwatch, self._cannot_start = watch, unwatch, cannot_start
         for member in self._members:
             self._start(member)
 
@@ -295,6 +299,8 @@ class Crew:
                 len(member.restarts) + 1,
                 RESTART_WINDOW_SECONDS,
             )
+            if not self.announced:
+                self._cannot_start(f"transfer worker {member.index} ended with status {status} at its start")
             return
         member.restarts.append(now)
         logger.error(

@@ -419,6 +419,7 @@ class Ledger:
             if not held:
                 del self._held[entry.holder]
             entry.holder = None
+        # A Reason is the name of its counter.
         cause = entry.reason if entry.via is None else _DELIVERED[entry.via]
         self.counters[cause] += 1
         actions.append(Freed(entry.generation, entry.slot, entry.offset, entry.size, entry.key, entry.reason))

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -58,7 +59,8 @@ class Child:
         """Tell it to go, by the end of its standard input."""
         stdin = self._process.stdin
         if stdin is not None and not stdin.closed:
-            stdin.close()
+            with suppress(BrokenPipeError):  # it went before it had read its set-up
+                stdin.close()
 
     def reap(self, timeout: float) -> bool:
         """Wait up to timeout seconds for its exit, and let go of it. False if it still runs."""

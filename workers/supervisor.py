@@ -233,7 +233,7 @@ class Supervisor:
             return
         self.restarts += 1
         logger.error(
-            "%s: control process (pid %d) ended with status %s; starting another, replaying what is published",
+            "%s: control process (pid %d) ended with status %s; starting another and replaying to it",
             self._template.label,
             control.pid,
             status,

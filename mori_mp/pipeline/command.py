@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
 from mori_mp.deploy import load_deploy
 from mori_mp.pipeline.job import default_timeout_s, run_pipeline, with_overrides
@@ -132,7 +133,13 @@ def pipeline(
     eager_bytes: Annotated[
         str | None, typer.Option(help="eager_bytes, such as 64KiB; 0 = none.", rich_help_panel=_CONNECTOR)
     ] = None,
-    delivery: Annotated[Delivery | None, typer.Option(help="delivery.", rich_help_panel=_CONNECTOR)] = None,
+    delivery: Annotated[
+        Delivery | None,
+        typer.Option(
+            help="delivery: read in place, or written to the receiver.",
+            rich_help_panel=_CONNECTOR,
+        ),
+    ] = None,
     worker_mode: Annotated[
         WorkerMode | None, typer.Option(help="worker_mode.", rich_help_panel=_CONNECTOR)
     ] = None,
@@ -165,8 +172,8 @@ def pipeline(
         float | None,
         typer.Option(
             min=0.1,
-            help="Seconds for the whole run; what has not arrived by then is lost. Default: a minute and "
-            "twice the traffic's own pace.",
+            help="Seconds from the moment all connectors are up; what has not arrived by then is lost. "
+            "Default: a minute and twice the traffic's own pace.",
             rich_help_panel=_TRAFFIC,
         ),
     ] = None,
@@ -197,22 +204,21 @@ def pipeline(
 ) -> None:
     """Stream and check a model's stage-to-stage traffic through real connectors.
 
-    Starts one process per stage of a vLLM-Omni deploy YAML, each with its own connector, and streams
-    concurrent requests through them at Qwen3-Omni's shapes: bf16 hidden states with embeddings and ids out of
-    the first stage, int64 codec frames after it. Every chunk is checked byte by byte.
+    Starts one process per stage of a vLLM-Omni deploy YAML, each with its own
+    connector, and streams concurrent requests through them at Qwen3-Omni's
+    shapes: bf16 hidden states with embeddings and ids out of the first stage,
+    int64 codec frames after it. Every chunk is checked byte by byte.
 
-    Exit status: 0 everything arrived right and nothing is left over; 1 something was lost, corrupt or left
-    over, or a stage failed; 2 wrong options.
+    Exit status 0: everything arrived right and nothing is left over. 1: chunks
+    lost, corrupt or left over, or a stage failed. 2: wrong options.
 
     Examples:
 
-      mori-mp pipeline --deploy-config deploy/qwen3_omni_moe_mori_intranode.yaml --backend shm
-
-      mori-mp pipeline --deploy-config my.yaml --backend shm --requests 16 --chunks 200 --busy --compare
-
-      mori-mp pipeline --deploy-config my.yaml --backend shm --duration 60 --get poll --json result.json
-
-      mori-mp pipeline --deploy-config my.yaml --trace recorded.jsonl --set decode=view --show-processes
+      D=deploy/qwen3_omni_moe_mori_intranode.yaml
+      mori-mp pipeline --deploy-config $D --backend shm
+      mori-mp pipeline --deploy-config $D --backend shm --busy --compare
+      mori-mp pipeline --deploy-config $D --requests 16 --duration 60 --get poll
+      mori-mp pipeline --deploy-config $D --trace recorded.jsonl --json out.json
     """
     console = Console(stderr=json_to == "-")
     logging.basicConfig(
@@ -265,7 +271,7 @@ def pipeline(
             if outcome.interrupted:
                 break
     except MoriMPError as error:
-        console.print(f"mori-mp pipeline: {error}", style="bold red", markup=False, highlight=False)
+        Console(stderr=True).print(Text(f"mori-mp pipeline: {error}", style="bold red"), soft_wrap=True)
         raise typer.Exit(_USAGE_ERROR) from None
     if len(outcomes) == 2:
         console.print(comparison_table(outcomes))

@@ -1,8 +1,8 @@
 """Generated content that sender and receiver agree on without talking.
 
-Every process of a run makes the same table of random words from the run's seed. The bytes of one tensor are a
-slice of that table at an offset, XORed with a 64-bit word, both hashed from the tensor's name (edge, request,
-chunk, path). A chunk that is shifted, mixed with another one, stale, torn or flipped in one bit therefore
+Every process of a run makes the same table of random words from the run's seed. The bytes of one chunk are a
+slice of that table at an offset, XORed with a 64-bit word, both hashed from the chunk's name (edge, request,
+number). A chunk that is shifted, mixed with another one, stale, torn or flipped in one bit therefore
 differs from what the receiver expects, and making or checking content costs about one pass over memory.
 
 Floating-point tensors get arbitrary bit patterns, NaNs included, and everything is compared as raw bytes:
@@ -11,6 +11,7 @@ nothing on the way may normalise, round or reinterpret.
 
 from __future__ import annotations
 
+import math
 from hashlib import blake2b
 
 import torch
@@ -42,17 +43,6 @@ class Noise:
             torch.bitwise_xor(self._table[offset : offset + size], mask, out=out[start : start + size])
         return out
 
-    def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Tensor of this dtype and shape whose bytes are arbitrary (0 or 1 for bool)."""
-        elements = 1
-        for size in shape:
-            elements *= size
-        nbytes = elements * dtype.itemsize
-        raw = self.words(name, -(-nbytes // 8)).view(torch.uint8)[:nbytes]
-        if dtype is torch.bool:
-            raw = raw & 1
-        return raw.view(dtype).reshape(shape)
-
     def integers(self, name: str, count: int, bound: int) -> torch.Tensor:
         """int64 tensor [count] of values in 0..bound-1; bound is a power of two."""
         return self.words(name, count).bitwise_and_(bound - 1)
@@ -61,6 +51,14 @@ class Noise:
         """Two numbers from a name: one unsigned, one signed, 64 bits each."""
         raw = blake2b(f"{self._seed}|{name}".encode(), digest_size=16).digest()
         return int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little", signed=True)
+
+
+def tensor_of(words: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """View the start of int64 words as a tensor of any dtype and shape; bools become 0 or 1 in a copy."""
+    raw = words.view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
+    if dtype is torch.bool:
+        raw = raw & 1
+    return raw.view(dtype).reshape(shape)
 
 
 def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""One run from options to outcome: ports, runtime folder, plans, runner. No terminal code."""
+"""One run from options to outcome: ports, plans, runner. No terminal code."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from mori_mp.deploy import Deploy
 from mori_mp.pipeline.free_ports import PortBlock
 from mori_mp.pipeline.planner import RunOptions, make_plans, wants_local_ports
-from mori_mp.pipeline.runner import Observer, Runner, RunOutcome, own_runtime_dir, remove_runtime_dir
+from mori_mp.pipeline.runner import Observer, Runner, RunOutcome
 
 
 def run_pipeline(deploy: Deploy, options: RunOptions, *, timeout_s: float, observer: Observer) -> RunOutcome:
-    """Run the pipeline once. timeout_s: the whole run, in seconds.
+    """Run the pipeline once. timeout_s: for all traffic, once every connector is up.
 
     Raises DeployError for what is wrong with the YAML, StartupError when no ports are free; whatever goes
     wrong in a stage is in the outcome.
@@ -24,13 +24,8 @@ def run_pipeline(deploy: Deploy, options: RunOptions, *, timeout_s: float, obser
         if wants_local_ports(options):
             host = str(options.overrides.get("host", "127.0.0.1"))
             base_port = stack.enter_context(PortBlock(host)).base
-        runtime_dir = None
-        if options.connector_class is None and "runtime_dir" not in options.overrides:
-            runtime_dir = own_runtime_dir()
-            stack.callback(remove_runtime_dir, runtime_dir)
-        plans = make_plans(deploy, options, base_port=base_port, runtime_dir=str(runtime_dir or ""))
-        runner = Runner(plans, timeout_s=timeout_s, runtime_dir=runtime_dir, observer=observer)
-        return runner.run()
+        plans = make_plans(deploy, options, base_port=base_port)
+        return Runner(plans, timeout_s=timeout_s, observer=observer).run()
 
 
 def with_overrides(options: RunOptions, extra: Mapping[str, Any]) -> RunOptions:

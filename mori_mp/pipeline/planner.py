@@ -50,17 +50,14 @@ def wants_local_ports(options: RunOptions) -> bool:
     return options.backend == "shm" and "zmq_port" not in options.overrides
 
 
-def make_plans(
-    deploy: Deploy, options: RunOptions, *, base_port: int | None = None, runtime_dir: str = ""
-) -> list[StagePlan]:
+def make_plans(deploy: Deploy, options: RunOptions, *, base_port: int | None = None) -> list[StagePlan]:
     """One plan for each stage that has an edge, senders before receivers.
 
     base_port: replaces the YAML's zmq_port, see wants_local_ports().
-    runtime_dir: where mori-mp's own connectors keep their files; "" leaves it to them.
     Raises DeployError for a YAML without edges, with a connector that is not ours, or unlike the trace.
     """
     deploy = _with_our_connectors(deploy, options)
-    overrides = _overrides(options, base_port, runtime_dir)
+    overrides = _overrides(options, base_port)
     nodes = [node for node in deploy.topology() if node.inputs or node.outputs]
     if not nodes:
         raise DeployError(f"{deploy.path}: no stage hands over to another one, so there is nothing to run.")
@@ -92,7 +89,7 @@ def _with_our_connectors(deploy: Deploy, options: RunOptions) -> Deploy:
     return dataclasses.replace(deploy, edges=edges)
 
 
-def _overrides(options: RunOptions, base_port: int | None, runtime_dir: str) -> dict[str, Any]:
+def _overrides(options: RunOptions, base_port: int | None) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     if options.backend is not None:
         overrides["backend_type"] = options.backend
@@ -101,8 +98,6 @@ def _overrides(options: RunOptions, base_port: int | None, runtime_dir: str) -> 
         overrides["host"] = "127.0.0.1"
     if base_port is not None:
         overrides["zmq_port"] = base_port
-    if runtime_dir and options.connector_class is None:
-        overrides["runtime_dir"] = runtime_dir
     overrides.update(options.overrides)
     return overrides
 

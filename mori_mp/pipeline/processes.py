@@ -7,7 +7,6 @@ one which outlives its stage, and is then nobody's child, is still found afterwa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -78,11 +77,6 @@ def allowed_cpus(pid: int) -> str:
     except OSError:
         return ""
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Cpus_allowed_list")), "")
-
-
-def files_under(directories: Iterable[Path]) -> list[Path]:
-    """Everything in these directories, their own names left out."""
-    return sorted(path for directory in directories for path in directory.rglob("*"))
 
 
 def _row(process: psutil.Process, role: str) -> ProcessRow | None:

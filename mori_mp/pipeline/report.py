@@ -17,7 +17,11 @@ from rich.text import Text
 
 from mori_mp.pipeline.processes import ProcessRow
 from mori_mp.pipeline.runner import RunOutcome, StageReport
-from mori_mp.pipeline.stats import EdgeReport, ratio
+from mori_mp.pipeline.stats import EdgeReport, Summary, ratio
+
+_TIME_NAMES = {"put": "put", "usable": "put→usable"}
+_QUANTILES = ("p50", "p99")
+_DELIVERIES = ("eager", "lease", "landing")
 
 
 # ------------------------------------------------------------------------------ terminal
@@ -50,7 +54,7 @@ def time_table(edges: Sequence[EdgeReport]) -> Table:
     for name in ("chunks", "p50", "p90", "p99", "max"):
         table.add_column(name, justify="right")
     for edge in edges:
-        for name, times in (("put", edge.sent.put_us), ("put→usable", edge.received.usable_us)):
+        for name, times in zip(_TIME_NAMES.values(), _times(edge), strict=True):
             values = (times.p50, times.p90, times.p99, times.max) if times.count else ()
             cells = [f"{value:.0f}" for value in values] or ["-"] * 4
             table.add_row(edge.edge, name, str(times.count), *cells)
@@ -90,19 +94,18 @@ def process_table(rows: Sequence[ProcessRow]) -> Table:
 def comparison_table(outcomes: dict[str, RunOutcome]) -> Table:
     """put and put→usable of two runs side by side, and how many times longer the second took."""
     first, second = outcomes
-    table = Table(
-        title=f"{first} and {second}", title_justify="left", caption=f"µs; ratio = {second} / {first}"
-    )
-    table.add_column("edge")
-    table.add_column("time")
-    for name in (f"{first} p50", f"{second} p50", "ratio", f"{first} p99", f"{second} p99", "ratio"):
+    table = Table(title=f"{first} against {second}, times in µs", title_justify="left")
+    for name in ("edge", "time", "quantile"):
+        table.add_column(name)
+    for name in (first, second, f"{second} / {first}"):
         table.add_column(name, justify="right")
     for row in compare(outcomes):
-        cells = []
-        for quantile in ("p50", "p99"):
+        for quantile in _QUANTILES:
             values = row[quantile]
-            cells += [f"{values[first]:.0f}", f"{values[second]:.0f}", _optional(values["ratio"])]
-        table.add_row(row["edge"], row["time"], *cells)
+            table.add_row(
+                row["edge"], _TIME_NAMES[row["time"]], quantile, f"{values[first]:.0f}",
+                f"{values[second]:.0f}", _optional(values["ratio"]),
+            )  # fmt: skip
     return table
 
 
@@ -113,18 +116,16 @@ def print_outcome(console: Console, outcome: RunOutcome, title: str, *, show_pro
     console.print(stage_table(outcome.stages))
     if show_processes:
         console.print(process_table(outcome.processes))
+    # One line each however long they are: they are for searching and copying.
     for edge in outcome.edges:
         for note in [*edge.sent.notes, *edge.received.notes]:
-            console.print(Text(f"edge {edge.edge}: {note}", style="yellow"))
+            console.print(Text(f"edge {edge.edge}: {note}", style="yellow"), soft_wrap=True)
     for problem in outcome.problems:
-        console.print(Text(f"FAIL {problem}", style="bold red"))
+        console.print(Text(f"FAIL {problem}", style="bold red"), soft_wrap=True)
     if outcome.ok:
         chunks = sum(edge.received.chunks for edge in outcome.edges)
-        console.print(
-            Text(
-                f"PASS {chunks} chunks, all right, nothing left over ({outcome.wall_s:.1f} s)", style="green"
-            )
-        )
+        verdict = f"PASS {chunks} chunks, all right, nothing left over ({outcome.wall_s:.1f} s)"
+        console.print(Text(verdict, style="green"), soft_wrap=True)
 
 
 class LiveView:
@@ -157,7 +158,7 @@ class LiveView:
 
     def stage_line(self, stage_id: int, line: str) -> None:
         if self._echo:
-            self._console.print(Text(line, style="dim"))
+            self._console.print(Text(line, style="dim"), soft_wrap=True)
 
 
 # ---------------------------------------------------------------------------------- JSON
@@ -168,16 +169,16 @@ def as_document(outcome: RunOutcome) -> dict[str, Any]:
 
 
 def compare(outcomes: dict[str, RunOutcome]) -> list[dict[str, Any]]:
-    """Rows {edge, time, p50, p99}; a quantile holds both runs' microseconds and `ratio`, second / first."""
+    """Rows {edge, time, p50, p99}; a quantile holds both runs' microseconds and `ratio`, second / first.
+
+    time is "put" or "usable".
+    """
     (first, a), (second, b) = outcomes.items()
     rows = []
     for left, right in zip(a.edges, b.edges, strict=True):
-        for time, one, two in (
-            ("put", left.sent.put_us, right.sent.put_us),
-            ("put→usable", left.received.usable_us, right.received.usable_us),
-        ):
+        for time, one, two in zip(_TIME_NAMES, _times(left), _times(right), strict=True):
             row: dict[str, Any] = {"edge": left.edge, "time": time}
-            for quantile in ("p50", "p99"):
+            for quantile in _QUANTILES:
                 x, y = getattr(one, quantile), getattr(two, quantile)
                 row[quantile] = {first: x, second: y, "ratio": ratio(y, x)}
             rows.append(row)
@@ -185,6 +186,10 @@ def compare(outcomes: dict[str, RunOutcome]) -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------------- details
+def _times(edge: EdgeReport) -> tuple[Summary, Summary]:
+    return edge.sent.put_us, edge.received.usable_us
+
+
 def _alarm(count: int) -> Text:
     return Text(str(count), style="bold red" if count else "")
 
@@ -194,8 +199,9 @@ def _optional(value: float | None) -> str:
 
 
 def _deliveries(health: dict[str, Any]) -> str:
-    """`kind n` for each kind of delivery that the connector counted."""
-    kinds = health.get("deliveries")
-    if not isinstance(kinds, dict):
+    """How the payloads that a stage received got there, as its connector counted: `lease 40, eager 12`."""
+    receiver = health.get("receiver")
+    counters = receiver.get("counters") if isinstance(receiver, dict) else None
+    if not isinstance(counters, dict):
         return ""
-    return ", ".join(f"{kind} {count}" for kind, count in kinds.items() if count)
+    return ", ".join(f"{kind} {counters[kind]}" for kind in _DELIVERIES if counters.get(kind))

@@ -16,11 +16,9 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,17 +28,20 @@ from typing import Any, Protocol
 import msgspec
 
 from mori_mp.pipeline.plan import StagePlan
-from mori_mp.pipeline.processes import ProcessRow, ProcessWatch, files_under
+from mori_mp.pipeline.processes import ProcessRow, ProcessWatch
 from mori_mp.pipeline.stats import EdgeReport, ReceiveReport, SendReport, join_edge
+from mori_mp.shared.runtime import base_directory
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_START_S = 60.0
 _LEAD_NS = 20_000_000
 _DEADLINE_GRACE_S = 5.0
 _END_S = 15.0
 _TERM_S = 7.0
 _KILL_S = 5.0
+_EXIT_S = 3.0
 _SURVIVE_S = 2.0
 _TAIL_LINES = 25
 
@@ -161,13 +162,10 @@ class _Stage:
 class Runner:
     """Runs one set of plans, once."""
 
-    def __init__(
-        self, plans: list[StagePlan], *, timeout_s: float, runtime_dir: Path | None, observer: Observer
-    ) -> None:
-        """timeout_s: for the whole run. runtime_dir: the run's own folder, which must be empty afterwards."""
+    def __init__(self, plans: list[StagePlan], *, timeout_s: float, observer: Observer) -> None:
+        """timeout_s: for all traffic, once every connector is up."""
         self._stages = [_Stage(plan) for plan in plans]
         self._timeout_s = timeout_s
-        self._runtime_dir = runtime_dir
         self._observer = observer
         self._watch = ProcessWatch()
         self._rows: list[ProcessRow] = []
@@ -181,7 +179,7 @@ class Runner:
         problems: list[str] = []
         interrupted = False
         try:
-            self._carry_out(began + self._timeout_s)
+            self._carry_out()
         except _RunFailed as failure:
             problems.append(str(failure))
         except KeyboardInterrupt:
@@ -204,7 +202,7 @@ class Runner:
         )
 
     # ------------------------------------------------------------------------- the run
-    def _carry_out(self, deadline: float) -> None:
+    def _carry_out(self) -> None:
         for stage in self._stages:
             stage.start()
             self._started.append(stage)
@@ -212,8 +210,9 @@ class Runner:
                 assert pipe is not None
                 self._selector.register(pipe, selectors.EVENT_READ, (stage, name))
             stage.write(msgspec.json.encode(stage.plan))
-        if not self._until(lambda: self._all_said("ready"), deadline):
-            raise _RunFailed(f"{self._silent('ready')} did not bring a connector up before --timeout")
+        if not self._until(lambda: self._all_said("ready"), time.monotonic() + _START_S):
+            raise _RunFailed(f"{self._silent('ready')} did not bring a connector up in {_START_S:g} s")
+        deadline = time.monotonic() + self._timeout_s
         self._tell(
             {
                 "op": "go",
@@ -287,9 +286,9 @@ class Runner:
             return
         # The first one to fail is the cause; give its stderr a moment to arrive whole.
         stage = failed[0]
-        self._until(lambda: stage.gone, time.monotonic() + 1.0, tolerant=True)
+        self._until(lambda: stage.gone, time.monotonic() + _EXIT_S, tolerant=True)
         if stage.gone:
-            _wait(stage.process, 1.0)
+            _wait(stage.process, _EXIT_S)
             self._drain_stderr(stage)
         raise _RunFailed(stage.story())
 
@@ -314,7 +313,8 @@ class Runner:
         running = [stage for stage in self._started if not stage.gone]
         try:
             for stage in running:
-                stage.process.terminate()
+                if stage.failure is None:
+                    stage.process.terminate()
             self._until(lambda: all(s.gone for s in running), time.monotonic() + _TERM_S, tolerant=True)
         except KeyboardInterrupt:
             logger.warning("interrupted again: killing the stages")
@@ -334,8 +334,7 @@ class Runner:
         found += [f"left over: {text}" for text in survivors]
         if survivors:
             self._watch.kill_survivors()
-        if self._runtime_dir is not None:
-            found += [f"left over: file {path}" for path in files_under([self._runtime_dir])]
+        found += [f"left over: {path}" for stage in self._started for path in _runtime_files(stage)]
         return found
 
     def _edges(self) -> list[EdgeReport]:
@@ -356,14 +355,10 @@ class Runner:
         return reports
 
 
-def own_runtime_dir() -> Path:
-    """A fresh folder for the run's connectors; short, because unix socket paths are."""
-    return Path(tempfile.mkdtemp(prefix="mori-mp-run-"))
-
-
-def remove_runtime_dir(path: Path) -> None:
-    """Remove it with whatever is left in it."""
-    shutil.rmtree(path, ignore_errors=True)
+def _runtime_files(stage: _Stage) -> list[Path]:
+    """Runtime directories of the stage's connector, which are named after its pid."""
+    base = base_directory(str(stage.plan.connector_config.get("runtime_dir") or ""))
+    return sorted(base.glob(f"{stage.process.pid}-*"))
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:

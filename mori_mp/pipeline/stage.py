@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.25
 _DRAIN_STEP_S = 0.01
-_ORPHAN_GRACE_S = 6.0
+_ORPHAN_GRACE_S = 8.0
+_JOIN_S = 2.0
 _THREAD_PREFIX = "pipeline-"
 
 
@@ -56,6 +57,7 @@ class Crew:
     """Threads whose failure is noticed. `changed` is called when one of them ends."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
+        """No thread is running yet."""
         self.failure: BaseException | None = None
         self._changed = changed
         self._threads: list[threading.Thread] = []
@@ -72,6 +74,7 @@ class Crew:
         return not any(thread.is_alive() for thread in self._threads)
 
     def join(self, timeout_s: float) -> None:
+        """Wait for the threads to end, all together up to timeout_s."""
         until = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -96,6 +99,8 @@ class StageProcess:
         self._called_off = ""
         self._connector: Connector | None = None
         self._workload = Workload(plan.traffic)
+        self._receivers = Crew(self._wake.set)
+        self._senders = Crew(self._wake.set)
         self._outbox: Outbox | None = None
         self._inbox: Inbox | None = None
 
@@ -123,6 +128,20 @@ class StageProcess:
             if self._connector is not None:
                 self._connector.close()
             return 1
+        finally:
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        """Let threads end before the interpreter does: one that is inside torch then would abort the process.
+
+        Their run is over and the connector is closed, so they are about to.
+        """
+        for crew in (self._receivers, self._senders):
+            crew.join(_JOIN_S)
+            if not crew.finished():
+                logger.error("stage %d: a thread does not end; leaving it", self._plan.stage_id)
+                logging.shutdown()
+                os._exit(1)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._called_off = f"received {signal.Signals(signum).name}"
@@ -153,32 +172,30 @@ class StageProcess:
     def _stream(self, go: dict[str, Any]) -> None:
         """Carry out the plan's traffic; returns when the runner says stop."""
         clock = RunClock(go["start_ns"], go["deadline_ns"])
-        crew = Crew(self._wake.set)
-        receivers = Crew(self._wake.set)
+        receivers, senders = self._receivers, self._senders
+        relay = None
         try:
-            relay = self._start_threads(clock, crew, receivers, go["endpoints"])
+            relay = self._start_threads(clock, go["endpoints"])
             told = False
             while "stop" not in self._commands:
                 self._wake.wait(_PROGRESS_S)
                 self._wake.clear()
                 self._check_called_off()
-                for failure in (crew.failure, receivers.failure):
+                for failure in (senders.failure, receivers.failure):
                     if failure is not None:
                         raise failure
                 if relay is not None and receivers.finished():
                     relay.close()
                 self._control.send("progress", **self._counters(live=True))
-                if not told and receivers.finished() and crew.finished():
+                if not told and receivers.finished() and senders.finished():
                     told = True
                     self._control.send("done")
         finally:
             clock.stopped.set()
-        crew.join(1.0)
-        receivers.join(1.0)
+            if relay is not None:
+                relay.close()
 
-    def _start_threads(
-        self, clock: RunClock, crew: Crew, receivers: Crew, endpoints: dict[str, Any]
-    ) -> Relay | None:
+    def _start_threads(self, clock: RunClock, endpoints: dict[str, Any]) -> Relay | None:
         plan, workload, connector = self._plan, self._workload, self._connector
         assert connector is not None
         self._outbox = outbox = Outbox(connector, workload, plan.outputs, clock)
@@ -191,11 +208,11 @@ class StageProcess:
         ]
         if streams:
             for work in receiver_work(plan.get_mode, connector, inbox, streams, clock):
-                receivers.start("receive", work)
+                self._receivers.start("receive", work)
         if relay is not None:
-            crew.start("send", relay.run)
+            self._senders.start("send", relay.run)
         elif plan.outputs:
-            crew.start("send", Source(outbox, workload, plan.outputs, clock).run)
+            self._senders.start("send", Source(outbox, workload, plan.outputs, clock).run)
         if plan.busy:
             threading.Thread(
                 target=_spin, args=(clock.stopped,), name=f"{_THREAD_PREFIX}busy", daemon=True
@@ -284,9 +301,11 @@ def _pool_left_over(health: dict[str, Any]) -> list[str]:
 
 
 def _left_over_after_close() -> list[str]:
+    # Python's own resource tracker ends with the process that it serves, so it is not left over yet.
     children = [
         f"process {child.pid} ({child.name()}, {child.status()})"
         for child in psutil.Process().children(recursive=True)
+        if not any("multiprocessing.resource_tracker" in word for word in child.cmdline())
     ]
     threads = [
         f"thread {thread.name}"

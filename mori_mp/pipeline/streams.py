@@ -7,7 +7,7 @@
       └── Inbox <──get()── connector           (checks content, then tells the relay)
 
 A sender stamps `meta.sent_ns` just before the put() that is accepted; a receiver takes the time once get()
-has returned a decoded payload and one byte of each tensor has been read. Building and checking content
+has returned a decoded payload and one element of each tensor has been read. Building and checking content
 happen outside that span, though not outside the machine: on few cores they do compete with the transfer.
 """
 
@@ -92,9 +92,10 @@ class Outbox:
 
     def send(self, edge: Edge, request: int, chunk: int, *, last: bool) -> None:
         """Build one chunk and put it. Blocks while the connector refuses it."""
-        payload = self._workload.build(edge, request, chunk, last=last)
         report = self._reports[edge.label]
         key = chunk_key(request, edge.source, chunk)
+        # Nothing is built for a run that is over, of which there may be thousands of chunks left.
+        payload = {} if self._clock.over() else self._workload.build(edge, request, chunk, last=last)
         backoff = _FIRST_BACKOFF_S
         first_try_ns = None
         while not self._clock.over():
@@ -154,7 +155,7 @@ class Source:
             when_ns, _, edge, request, chunk = heapq.heappop(due)
             self._clock.sleep_until(when_ns)
             last = self._is_last(edge, request, chunk)
-            # After the deadline this counts the chunk as unsent without a put().
+            # Once the run is over this only counts the chunk as unsent.
             self._outbox.send(edge, request, chunk, last=last)
             if not last:
                 gap_ns = int(self._workload.gap_s(edge, request, chunk + 1) * 1e9)
@@ -260,7 +261,7 @@ class Arrival:
 
 
 def take(stream: Stream, result: tuple[Any, int], count: int | None) -> Arrival:
-    """Read one byte of each tensor, note the time, and move the stream on to its next chunk.
+    """Read one element of each tensor, note the time, and move the stream on to its next chunk.
 
     count: chunks of the stream where that is known; else the payload's own `finished` flag ends it.
     """

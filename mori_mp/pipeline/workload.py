@@ -15,14 +15,16 @@ it applies, and `sent_ns`, the sender's CLOCK_MONOTONIC just before put().
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
-from mori_mp.pipeline.content import Noise, first_difference, same_bytes
+from mori_mp.pipeline.content import Noise, first_difference, same_bytes, tensor_of
 from mori_mp.pipeline.plan import ChunkShape, Edge, TensorShape, Traffic
+from mori_mp.pipeline.trace import DTYPES
 
 PREFILL_TOKENS = (64, 512)
 DECODE_TOKENS = (1, 8)
@@ -102,9 +104,7 @@ class Workload:
     # ------------------------------------------------------------------------------ build
     def build(self, edge: Edge, request: int, chunk: int, *, last: bool) -> Payload:
         """The payload of this chunk. `meta.sent_ns` is 0 until the sender stamps it."""
-        payload: Payload = {}
-        for spec in self.shape(edge, request, chunk).tensors:
-            _place(payload, spec.path, self._content(edge, request, chunk, spec))
+        payload = self._content(edge, request, chunk)
         meta: dict[str, Any] = {
             "request_id": request_id(request),
             "chunk_seq": chunk,
@@ -116,13 +116,21 @@ class Workload:
         payload["meta"] = meta
         return payload
 
-    def _content(self, edge: Edge, request: int, chunk: int, spec: TensorShape) -> Any:
-        if edge.kind == "codec" and spec.path == "codes.audio":
-            return self._codec_frames(edge, request, chunk, frames=spec.shape[1])
-        name = f"{edge.label}/{request}/{chunk}/{spec.path}"
-        if spec.dtype == "ints":
-            return self._noise.integers(name, spec.shape[0], VOCABULARY).tolist()
-        return self._noise.tensor(name, getattr(torch, spec.dtype), spec.shape)
+    def _content(self, edge: Edge, request: int, chunk: int) -> Payload:
+        """Everything but `meta`. The tensors of a chunk share one storage, because making few is cheaper."""
+        specs = self.shape(edge, request, chunk).tensors
+        if edge.kind == "codec":
+            return {"codes": {"audio": self._codec_frames(edge, request, chunk, frames=specs[0].shape[1])}}
+        sizes = [-(-math.prod(spec.shape) * DTYPES[spec.dtype] // 8) for spec in specs]
+        parts = self._noise.words(f"{edge.label}/{request}/{chunk}", sum(sizes)).split_with_sizes(sizes)
+        payload: Payload = {}
+        for spec, words in zip(specs, parts, strict=True):
+            if spec.dtype == "ints":
+                value: Any = (words & (VOCABULARY - 1)).tolist()
+            else:
+                value = tensor_of(words, getattr(torch, spec.dtype), spec.shape)
+            _place(payload, spec.path, value)
+        return payload
 
     def _codec_frames(self, edge: Edge, request: int, chunk: int, frames: int) -> torch.Tensor:
         """The last `frames` frames of the request's codec stream up to and including this chunk."""
@@ -218,10 +226,10 @@ def says_finished(payload: Any) -> bool:
 
 
 def touch(payload: Any) -> int:
-    """Read one byte of each tensor of a payload, which proves it usable; returns the number of tensors."""
+    """Read one element of each tensor of a payload, which proves it usable; returns the number of tensors."""
     if isinstance(payload, torch.Tensor):
         if payload.numel():
-            payload.reshape(-1)[:1].view(torch.uint8)[0].item()
+            payload.reshape(-1)[0].item()
         return 1
     if isinstance(payload, dict):
         return sum(touch(value) for value in payload.values())

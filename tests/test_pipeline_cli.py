@@ -1,0 +1,136 @@
+"""`mori-mp pipeline` as its user sees it, over the real connector."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from mori_mp import cli
+from mori_mp.pipeline.command import parse_settings
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = ROOT / "deploy" / "qwen3_omni_moe_mori_intranode.yaml"
+TRACE = ROOT / "bench" / "traces" / "qwen3_omni_example.jsonl"
+TWO_STAGES = "stages: [{stage_id: 0}, {stage_id: 1, engine_input_source: [0]}]"
+SMALL = ("--backend", "shm", "--pool-size", "32MiB", "--num-workers", "1", "--requests", "2", "--gap-ms", "5")
+
+
+@pytest.fixture(autouse=True)
+def stages_find_the_doubles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    handlers = logging.root.handlers[:]
+    yield
+    logging.root.handlers[:] = handlers
+
+
+def pipeline(*arguments: str, deploy: Path = SHIPPED) -> Result:
+    return CliRunner().invoke(
+        cli.build_app(), ["pipeline", "--deploy-config", str(deploy), "--no-live", *arguments]
+    )
+
+
+# -------------------------------------------------------------------------- real runs
+def test_both_worker_modes_deliver_everything_and_are_compared(tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    result = pipeline(*SMALL, "--chunks", "5", "--compare", "--show-processes", "--json", str(target))
+    assert result.exit_code == 0, result.output
+    document = json.loads(target.read_text())
+    assert document["ok"] is True
+    assert set(document["runs"]) == {"process", "thread"}
+    for run in document["runs"].values():
+        assert run["problems"] == []
+        for edge in run["edges"]:
+            assert edge["lost"] == edge["received"]["corrupt"] == 0
+            assert edge["sent"]["chunks"] == edge["received"]["chunks"] == 10
+            assert edge["received"]["usable_us"]["count"] == 10
+        assert [stage["health"]["pool"]["used_bytes"] for stage in run["stages"]] == [0, 0, 0]
+    roles = [row["role"].split()[0] for row in document["runs"]["process"]["processes"]]
+    # Stage 2 only receives, and needs no processes for that.
+    assert sorted(roles) == ["control"] * 2 + ["stage"] * 3 + ["worker"] * 2
+    roles = [row["role"].split()[0] for row in document["runs"]["thread"]["processes"]]
+    assert roles == ["stage"] * 3
+    assert all(row["rss_mib"] > 10 and row["cpus"] for row in document["runs"]["thread"]["processes"])
+    assert [(row["edge"], row["time"]) for row in document["comparison"]] == [
+        ("0->1", "put"),
+        ("0->1", "usable"),
+        ("1->2", "put"),
+        ("1->2", "usable"),
+    ]
+    assert all(row["p50"]["ratio"] > 0 for row in document["comparison"])
+    assert result.output.count("PASS 20 chunks") == 2
+    assert "thread / process" in result.output
+
+
+def test_a_trace_is_replayed_to_json_on_stdout() -> None:
+    result = pipeline(*SMALL, "--trace", str(TRACE), "--get", "wake", "--metadata", "endpoint", "--json", "-")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert [edge["received"]["chunks"] for edge in document["edges"]] == [24, 8]
+    assert "PASS" in result.stderr
+
+
+def test_a_corrupted_chunk_is_exit_status_1(tmp_path: Path) -> None:
+    deploy = tmp_path / "two_stages.yaml"
+    deploy.write_text(TWO_STAGES)
+    double = "pipeline_doubles:FlippingMoriConnector"
+    result = pipeline(*SMALL, "--chunks", "4", "--connector", double, "--get", "poll", deploy=deploy)
+    assert result.exit_code == 1
+    assert "FAIL edge 0->1: 1 chunk(s) corrupt" in result.output
+    assert "left over" not in result.output
+
+
+# ----------------------------------------------------------------------------- options
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--compare", "--worker-mode", "thread"), "leave --worker-mode out"),
+        (("--trace", str(TRACE), "--duration", "1"), "leave --duration out"),
+        (("--set", "oops"), "--set wants KEY=VALUE"),
+        (("--trace", "/nowhere.jsonl"), "cannot be read"),
+        (("--backend", "shm", "--set", "codec_chunk_frames=0"), "codec_chunk_frames must be"),
+        (("--requests", "0"), "--requests"),
+    ],
+)
+def test_wrong_options_are_exit_status_2(arguments: tuple[str, ...], message: str) -> None:
+    result = pipeline(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_missing_deploy_file_is_exit_status_2(tmp_path: Path) -> None:
+    result = pipeline(deploy=tmp_path / "none.yaml")
+    assert result.exit_code == 2
+    assert "does not exist" in result.output
+
+
+def test_help_has_examples() -> None:
+    result = CliRunner().invoke(cli.build_app(), ["pipeline", "--help"])
+    assert result.exit_code == 0
+    assert "mori-mp pipeline --deploy-config $D --backend shm" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a=1", 1),
+        ("a=true", True),
+        ("a=text", "text"),
+        ('a={"b": [1]}', {"b": [1]}),
+        ("a=", ""),
+        ("a=b=c", "b=c"),
+    ],
+)
+def test_settings_are_json_or_text(text: str, value: Any) -> None:
+    assert parse_settings([text]) == {"a": value}
+
+
+def test_without_its_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_EXTRA", ("typer", "not_installed_here"))
+    with pytest.raises(SystemExit, match=r"needs not_installed_here: pip install 'mori-mp\[cli\]'"):
+        cli.main()
