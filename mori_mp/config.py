@@ -137,6 +137,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
             read=_read_role,
         ),
     ] = "sender"
+    start: Annotated[
+        Literal["at_once", "on_use"],
+        key(
+            "When a sender opens its listener and a receiver greets its sender: as soon as it is made, or"
+            " when it is used. The vLLM-Omni plugin sets `on_use`."
+        ),
+    ] = "at_once"
     sender_host: Annotated[
         _Host | None, key("Upstream listener's address, for a get() without metadata.", allowed=_HOST_TEXT)
     ] = None

@@ -9,6 +9,9 @@ the receiving half (`receiver`). Which of them exist follows from the role:
                with role receiver and must put all the same. Started in the background, so that neither the
                constructor nor the first put() waits for it
     dual       both from construction on
+
+With `start: on_use`, which the vLLM-Omni plugin sets, neither happens before the connector is used: the host
+makes two connectors from one specification (for its scheduler and its model runner) and uses one of them.
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
 from mori_mp import heart as hearts
 from mori_mp.backend import choose
 from mori_mp.config import ConnectorConfig
-from mori_mp.endpoint import resolve_host
+from mori_mp.endpoint import check_bindable, resolve_host
 from mori_mp.health import connector_health
 from mori_mp.link import Us
 from mori_mp.publisher import Publisher
@@ -88,18 +91,17 @@ class MoriTransferEngineConnector:
         )
         self.heart: hearts.Heart | None = None
         self._starting = threading.Lock()
+        self._started_ahead = False
         self._calls = 0
         self._pool_in_use = False
         self._calls_changed = threading.Condition()
         self.metrics = {"puts": 0, "bytes_put": 0, "errors": 0}
         self._closed = False
         try:
-            if self.role != "receiver":
-                self._ensure_heart()
-            elif settings.prestart and settings.listener_endpoint() is not None:
-                threading.Thread(target=self._prestart, name="mori-mp-prestart", daemon=True).start()
-            if self.role != "sender" and settings.from_stage is not None and settings.to_stage is not None:
-                self._greet_sender(edge_name(settings.from_stage, settings.to_stage))
+            if settings.start == "at_once":
+                self._start()
+            elif self.role != "receiver":
+                self._check_port()
         except BaseException:
             self.close()
             raise
@@ -150,8 +152,30 @@ class MoriTransferEngineConnector:
                 self.heart = heart
             return self.heart
 
+    def _start(self) -> None:
+        """Listen and greet, as the role has it."""
+        if self.role != "receiver":
+            self._ensure_heart()
+        else:
+            self._start_ahead()
+        settings = self.settings
+        if self.role != "sender" and settings.from_stage is not None and settings.to_stage is not None:
+            self._greet_sender(edge_name(settings.from_stage, settings.to_stage))
+
+    def _check_port(self) -> None:
+        """Raise StartupError if the listener's port is taken now, rather than in the first put()."""
+        endpoint = self.settings.listener_endpoint()
+        if endpoint is not None:
+            check_bindable(resolve_host(endpoint[0]), endpoint[1])
+
+    def _start_ahead(self) -> None:
+        """Start the listener in the background, once, unless this is a receiver that is not to have one."""
+        self._started_ahead = True
+        if self.can_put and (self.role != "receiver" or self.settings.prestart):
+            threading.Thread(target=self._prestart, name="mori-mp-prestart", daemon=True).start()
+
     def _prestart(self) -> None:
-        """Start a receiver's listener ahead of its first put(), which it may never make (a last stage)."""
+        """Start the listener ahead of the first put(), which may never come (a last stage)."""
         try:
             with self._calling("put"):
                 self._ensure_heart()
@@ -285,10 +309,15 @@ class MoriTransferEngineConnector:
         self.receiver.forget(get_key)
 
     def reap_consumed(self) -> None:
-        """Take back the memory of payloads that receivers have consumed."""
-        if not self._closed:
-            with self._calling("reap_consumed"):
-                self.publisher.collect()
+        """Take back the memory of payloads that receivers have consumed.
+
+        A host's sending thread calls this from before its first put() on; with `start: on_use` the first
+        call starts the listener, in the background.
+        """
+        with suppress(ConnectorClosed), self._calling("reap_consumed"):
+            if self.heart is None and not self._started_ahead:
+                self._start_ahead()
+            self.publisher.collect()
 
     # ------------------------------------------------------------------- housekeeping
     def cleanup(self, request_id: str, from_stage: str | None = None, to_stage: str | None = None) -> None:
@@ -299,9 +328,7 @@ class MoriTransferEngineConnector:
         """
         if (from_stage is None) != (to_stage is None):
             raise ValueError("cleanup() takes both from_stage and to_stage, or neither")
-        if self._closed:
-            return
-        with self._calling("cleanup"):
+        with suppress(ConnectorClosed), self._calling("cleanup"):
             if from_stage is not None:
                 self.publisher.withdraw(request_id, internal_key(request_id, from_stage, to_stage))
             elif not self.publisher.withdraw(request_id) and "@" in request_id:
@@ -309,11 +336,12 @@ class MoriTransferEngineConnector:
 
     def health(self) -> dict[str, Any]:
         """Describe the connector; answers within a second whatever state its children are in."""
-        if self._closed:
+        try:
+            with self._calling("health"):
+                self.publisher.collect()
+                return connector_health(self)
+        except ConnectorClosed:
             return {"status": "unhealthy", "error": "Connector is closed"}
-        with self._calling("health"):
-            self.publisher.collect()
-            return connector_health(self)
 
     def close(self) -> None:
         """End the children, let go of sockets, memory and files. Idempotent; takes at most 5 s."""
@@ -330,9 +358,15 @@ class MoriTransferEngineConnector:
                 self.heart.supervisor.close()
         with self._calls_changed:
             if self._calls_changed.wait_for(lambda: self._calls == 0, _CLOSE_WAIT_SECONDS):
-                self._pool.close()
+                self._let_go_of_pool()
             else:  # a put() is still copying into the pool: the last call to end lets go of it
                 self._pool_in_use = True
+
+    def _let_go_of_pool(self) -> None:
+        """Drop our mapping; the memory itself goes when the last buffer of it in use does."""
+        self._pool_in_use = False
+        self.receiver.let_go_of_pool()
+        self._pool.close()
 
     def __del__(self) -> None:
         self.close()
@@ -363,4 +397,4 @@ class MoriTransferEngineConnector:
                 if not self._calls:
                     self._calls_changed.notify_all()
                     if self._pool_in_use:
-                        self._pool.close()
+                        self._let_go_of_pool()

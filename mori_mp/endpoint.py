@@ -1,9 +1,11 @@
-"""Addresses: what `host: auto` means."""
+"""Addresses: what `host: auto` means, and whether one can be listened on."""
 
 from __future__ import annotations
 
 import socket
 from functools import lru_cache
+
+from mori_mp.shared.errors import StartupError
 
 AUTO_HOSTS = frozenset({"", "auto", "*", "0.0.0.0", "::"})
 
@@ -36,3 +38,18 @@ def local_address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"
+
+
+def check_bindable(host: str, port: int) -> None:
+    """Raise StartupError when nothing could listen on host:port now. Port 0 is always to be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As a listener would: connections of an earlier one that linger do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as exc:
+        raise StartupError(
+            f"cannot listen on {host}:{port}: {exc.strerror}. Another program has this port, or the host is "
+            f"not an address of this machine; change zmq_port or host."
+        ) from exc

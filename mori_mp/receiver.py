@@ -421,10 +421,14 @@ class Receiver:
         }
 
     def close(self) -> None:
-        """Let go of every socket and mapping. A get() that waits returns None."""
+        """Let go of every socket and of other stages' pools. A get() that waits returns None."""
         self._board.close()
         for link in self._links.values():
             link.close()
+
+    def let_go_of_pool(self) -> None:
+        """Drop our view of the connector's own pool; no get() is or will be under way."""
+        del self._pool_tensor
 
 
 def _standalone(data: memoryview) -> _Delivery:

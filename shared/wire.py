@@ -14,7 +14,7 @@ v1, one request at a time per socket, no correlation:
 
 v2, any number of requests under way, each with a correlation id chosen by the receiver:
 
-    receiver -> sender   [identity] [b"mmp2" msgpack[tag, fields...]]     Hello Pull Audit Settle
+    receiver -> sender   [identity] [b"mmp2" msgpack[tag, fields...]]     Hello Pull Audit Settle Abandon
     sender -> receiver   [identity] [b"mmp2" msgpack[tag, fields...]]     Welcome Ready Gone Done Stranger
 
 A v1 sender answers a v2 Hello with b"trans_error" (an undecodable pull), which is how it is recognised.
@@ -40,6 +40,7 @@ MAX_NOTICE_BYTES = MAX_EAGER_BYTES + (16 << 10)
 MAX_AUDIT_KEYS = 32
 MAX_SETTLED = 4096
 MAX_EDGES = 64
+MAX_PID = 1 << 22  # PID_MAX_LIMIT of the kernel
 
 TRANS_DONE = b"trans_done"
 TRANS_ERROR = b"trans_error"
@@ -109,13 +110,19 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
 
 class Pull(msgspec.Struct, array_like=True, tag="pull"):
-    """Ask for a payload: landed at dst_offset (length must be right), or lent (lease=True)."""
+    """Ask for a payload: landed at dst_offset (length must be right), or lent (lease=True).
+
+    epoch and incarnation name the process it is meant for, as its Welcome did; any other answers Stranger.
+    So no successor can serve a pull that was given up when its addressee died. "" and 0: whoever gets it.
+    """
 
     corr: int
     key: str
     length: int
     dst_offset: int
     lease: bool
+    epoch: str = ""
+    incarnation: int = 0
 
 
 class Audit(msgspec.Struct, array_like=True, tag="audit"):
@@ -126,13 +133,27 @@ class Audit(msgspec.Struct, array_like=True, tag="audit"):
 
 
 class Settle(msgspec.Struct, array_like=True, tag="settle"):
-    """Tell which generations were taken from eager notices and which leases have ended."""
+    """Tell which generations were taken from eager notices and which leases have ended.
+
+    epoch names the stage that counts these generations; any other ignores them. "": whoever gets it.
+    """
 
     consumed: list[int]
     released: list[int]
+    epoch: str = ""
 
 
-Request: TypeAlias = Hello | Pull | Audit | Settle
+class Abandon(msgspec.Struct, array_like=True, tag="abandon"):
+    """Give up unanswered pulls, by correlation id.
+
+    Each is answered by Done as soon as no write of it can be under way: at once if it is parked or not known
+    (its Done was lost), else when its write ends.
+    """
+
+    pulls: list[int]
+
+
+Request: TypeAlias = Hello | Pull | Audit | Settle | Abandon
 
 
 # ------------------------------------------------------------ v2, sender -> receiver
@@ -274,13 +295,16 @@ def _checked(request: Request) -> Request:
     elif isinstance(request, Hello):
         if len(request.edges) > MAX_EDGES or any(len(edge) > MAX_KEY_BYTES for edge in request.edges):
             raise WireError(f"hello subscribes to {len(request.edges)} edges; the limit is {MAX_EDGES}")
-        if request.pid < 0 or request.eager_credit < 0:
-            raise WireError("hello with a negative pid or credit")
+        if not 0 <= request.pid <= MAX_PID or request.eager_credit < 0:
+            raise WireError(f"hello with pid {request.pid} and a credit of {request.eager_credit} bytes")
     elif isinstance(request, Audit):
         if len(request.keys) > MAX_AUDIT_KEYS:
             raise WireError(f"audit of {len(request.keys)} keys; the limit is {MAX_AUDIT_KEYS}")
         for key in request.keys:
             _check_key(key)
+    elif isinstance(request, Abandon):
+        if len(request.pulls) > MAX_SETTLED:
+            raise WireError(f"{len(request.pulls)} pulls abandoned; the limit is {MAX_SETTLED}")
     elif len(request.consumed) + len(request.released) > MAX_SETTLED:
         raise WireError(f"settle of over {MAX_SETTLED} generations")
     return request

@@ -651,7 +651,20 @@ def test_a_value_that_is_thrown_away_does_not_confuse() -> None:
         torch.zeros(0, 4),
         torch.arange(20, dtype=torch.bfloat16)[3:],
     ],
-    ids=str,
+    ids=[
+        "bytes",
+        "bytearray",
+        "memoryview",
+        "strided memoryview",
+        "2-D memoryview",
+        "no bytes",
+        "tensor",
+        "transposed tensor",
+        "0-dim tensor that requires grad",
+        "conjugate tensor",
+        "empty tensor",
+        "tensor at an offset",
+    ],
 )
 def test_raw_view(data: Any) -> None:
     address, nbytes, keepalive = raw_view(data)

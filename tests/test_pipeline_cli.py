@@ -42,6 +42,8 @@ def test_both_worker_modes_deliver_everything_and_are_compared(tmp_path: Path) -
     assert result.exit_code == 0, result.output
     document = json.loads(target.read_text())
     assert document["ok"] is True
+    assert document["options"]["deploy_config"] == str(SHIPPED)
+    assert document["options"]["overrides"] == {"memory_pool_size": "32MiB", "num_transfer_workers": 1}
     assert set(document["runs"]) == {"process", "thread"}
     for run in document["runs"].values():
         assert run["problems"] == []
@@ -51,8 +53,10 @@ def test_both_worker_modes_deliver_everything_and_are_compared(tmp_path: Path) -
             assert edge["received"]["usable_us"]["count"] == 10
         assert [stage["health"]["pool"]["used_bytes"] for stage in run["stages"]] == [0, 0, 0]
     roles = [row["role"].split()[0] for row in document["runs"]["process"]["processes"]]
-    # Stage 2 only receives, and needs no processes for that.
-    assert sorted(roles) == ["control"] * 2 + ["stage"] * 3 + ["worker"] * 2
+    assert set(roles) == {"stage", "control", "worker"}
+    assert roles.count("stage") == 3
+    # Each stage that sends has its own; whether one that only receives has is the connector's affair.
+    assert roles.count("control") == roles.count("worker") >= 2
     roles = [row["role"].split()[0] for row in document["runs"]["thread"]["processes"]]
     assert roles == ["stage"] * 3
     assert all(row["rss_mib"] > 10 and row["cpus"] for row in document["runs"]["thread"]["processes"])

@@ -15,7 +15,7 @@ A payload reaches a receiver in one of three ways, and leaves the ledger by the 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ from mori_mp.workers.sessions import Session, Sessions
 logger = logging.getLogger(__name__)
 
 MAX_PARKED = 4096
+MAX_WRITES = 8
+"""Landing writes of one payload at a time: a retry may overtake the end of the write it repeats, no more."""
 
 
 class Identity(NamedTuple):
@@ -81,8 +83,9 @@ class Broker:
         self.peers = Peers()
         self._board = board
         self._read = read
-        self._parked: OrderedDict[str, deque[_Parked]] = OrderedDict()
+        self._parked: dict[str, deque[_Parked]] = {}
         self._parked_count = 0
+        self._parking_ends: deque[tuple[float, str]] = deque()  # (deadline, key), also of pulls served since
         self._writes: dict[int, _Write] = {}
         self._next_write = 1
         self.outbox: list[tuple[bytes, list[bytes]]] = []
@@ -123,24 +126,26 @@ class Broker:
         try:
             message = wire.decode_request(payload)
         except WireError as exc:
-            self.counters["bad_requests"] += 1
-            logger.warning("refused a request: %s", exc)
+            count = self.counters["bad_requests"] = self.counters["bad_requests"] + 1
+            if count <= _LOGGED_BAD_REQUESTS or count % 1000 == 0:
+                logger.warning("refused bad request number %d: %s", count, exc)
             self._reply_v1(identity, wire.TRANS_ERROR)
             return
         if isinstance(message, wire.Pull):
-            session = self.sessions.get(identity)
-            if session is None:
+            if self.sessions.get(identity) is None or not self._meant_for_us(message):
                 self._send(identity, wire.Stranger(message.corr))
             else:
-                self._pull(identity, message, now)
+                self._pull(identity, message, now + self.limits.park_seconds)
         elif isinstance(message, wire.Settle):
             self._settle(identity, message, now)
         elif isinstance(message, wire.PullRequest):
-            self._pull(identity, message, now)
+            self._pull(identity, message, now + self.limits.park_seconds)
         elif isinstance(message, wire.QueryRequest):
             self._query(identity, message)
         elif isinstance(message, wire.Audit):
             self._audit(identity, message)
+        elif isinstance(message, wire.Abandon):
+            self._abandon(identity, message)
         else:
             self._hello(identity, message)
 
@@ -159,10 +164,12 @@ class Broker:
 
     def _hello(self, identity: bytes, hello: wire.Hello) -> None:
         session, ended = self.sessions.hello(identity, hello)
+        if hello.mem_desc:  # before the old session lets go of the same memory
+            session.peer = self.peers.hold(hello.engine_desc, hello.mem_desc)
         for old in ended:
             self._end(old)
-        if hello.mem_desc:
-            session.peer = self.peers.hold(hello.engine_desc, hello.mem_desc)
+            if old.epoch == session.epoch and old.identity != identity:
+                self._readdress(old.identity, identity)
         us = self.us
         self._send(
             identity,
@@ -177,9 +184,36 @@ class Broker:
                 us.mem_desc if self._may_lend(session) else b"",
             ),
         )
+        alone = {edge: len(self.sessions.on_edge(edge)) == 1 for edge in session.edges}
         for entry in self.ledger.visible():
-            if wire.edge_of(entry.key) in session.edges:
-                self._ready(session, entry, alone=len(self.sessions.on_edge(wire.edge_of(entry.key))) == 1)
+            edge = wire.edge_of(entry.key)
+            if edge in alone:
+                self._ready(session, entry, alone=alone[edge])
+
+    def _readdress(self, old: bytes, new: bytes) -> None:
+        """A receiver has another socket now: that is where it waits for its answers."""
+        for write_id, write in self._writes.items():
+            if write.identity == old:
+                self._writes[write_id] = write._replace(identity=new)
+        for key, queue in self._parked.items():
+            self._parked[key] = deque(p._replace(identity=new) if p.identity == old else p for p in queue)
+
+    def _abandon(self, identity: bytes, abandon: wire.Abandon) -> None:
+        """Drop the parked ones of these pulls, and answer all that are not being written."""
+        if self.sessions.get(identity) is None:
+            self._send(identity, wire.Stranger(0))
+            return
+        under_way = {write.corr for write in self._writes.values() if write.identity == identity}
+        given_up = set(abandon.pulls) - under_way
+        for key, queue in list(self._parked.items()):
+            kept = deque(p for p in queue if p.identity != identity or _corr(p.request) not in given_up)
+            self._parked_count -= len(queue) - len(kept)
+            if kept:
+                self._parked[key] = kept
+            else:
+                del self._parked[key]
+        for corr in given_up:
+            self._done(identity, corr, wire.NOT_FOUND, "this pull was given up")
 
     def _audit(self, identity: bytes, audit: wire.Audit) -> None:
         session = self.sessions.get(identity)
@@ -197,6 +231,9 @@ class Broker:
         if session is None:
             self._send(identity, wire.Stranger(0))
             return
+        if settle.epoch and settle.epoch != self.us.epoch:
+            self.counters["stale_settles"] += 1  # it counts the generations of our predecessor's
+            return
         for generation in settle.consumed:
             session.give_credit(generation)
             self._apply(self.ledger.consumed(generation), now)
@@ -211,7 +248,11 @@ class Broker:
             answer = wire.QueryResponse(entry.key, entry.size, entry.fast_path)
             self._reply_v1(identity, wire.encode_v1(answer))
 
-    def _pull(self, identity: bytes, request: wire.Pull | wire.PullRequest, now: float) -> None:
+    def _meant_for_us(self, pull: wire.Pull) -> bool:
+        us = self.us
+        return not pull.incarnation or (pull.incarnation == us.incarnation and pull.epoch == us.epoch)
+
+    def _pull(self, identity: bytes, request: wire.Pull | wire.PullRequest, park_until: float) -> None:
         """Serve a pull, or park it when its payload has not been published yet."""
         if isinstance(request, wire.PullRequest):
             key, session = request.request_id, None
@@ -221,7 +262,7 @@ class Broker:
             # Its own lease is visible to a holder that asks for it again, not for a landing write.
             entry = self.ledger.lookup(key, holder=session.pid if session and request.lease else None)
         if entry is None:
-            self._park(key, _Parked(identity, request, now + self.limits.park_seconds))
+            self._park(key, _Parked(identity, request, park_until))
         elif isinstance(request, wire.Pull) and request.lease:
             self._lend(identity, request, entry)
         else:
@@ -232,6 +273,9 @@ class Broker:
             self._refuse(parked, wire.BUSY, f"{MAX_PARKED} pulls are parked already")
             return
         self._parked.setdefault(key, deque()).append(parked)
+        ends = self._parking_ends
+        if not ends or parked.deadline >= ends[-1][0]:  # else it is parked again, and has an end already
+            ends.append((parked.deadline, key))
         self._parked_count += 1
         self.counters["parked"] += 1
 
@@ -250,7 +294,7 @@ class Broker:
         self._done(identity, request.corr, "", "", entry)
 
     def _land(self, identity: bytes, request: wire.Pull | wire.PullRequest, entry: Entry) -> None:
-        corr = None if isinstance(request, wire.PullRequest) else request.corr
+        corr = _corr(request)
         if request.length != entry.size:
             logger.error(
                 "refused a pull of %r: receiver asks for %d bytes, the payload has %d",
@@ -270,14 +314,22 @@ class Broker:
                 identity, corr, wire.REFUSED, "the receiver's Hello named no memory to land in", entry
             )
             return
+        if entry.writes >= MAX_WRITES:
+            self._answer(identity, corr, wire.BUSY, f"{MAX_WRITES} writes of it are under way", entry)
+            return
         write_id, self._next_write = self._next_write, self._next_write + 1
         self.ledger.start_write(entry.generation, write_id)
         self.peers.begin(peer)
         self._writes[write_id] = _Write(identity, corr, entry, peer)
         self.dispatcher.submit(Job(write_id, peer, [entry.offset], [request.dst_offset], [entry.size]))
 
-    def write_ended(self, write_id: int, error: str, now: float) -> None:
-        """A worker has finished a job, or nobody can."""
+    def write_ended(self, write_id: int, error: str, now: float, worker: str | None = None) -> None:
+        """A worker has finished a job, or (worker None) nobody can.
+
+        The last words of a worker whose jobs went to another one mean nothing: the other one writes now.
+        """
+        if worker is not None and self.dispatcher.owner(write_id) != worker:
+            return
         write = self._writes.pop(write_id, None)
         if write is None:
             return
@@ -304,18 +356,19 @@ class Broker:
 
     def unpark(self, now: float) -> None:
         """Refuse the pulls whose parking time is over."""
-        for key in list(self._parked):
-            queue = self._parked[key]
+        ends = self._parking_ends
+        while ends and ends[0][0] <= now:
+            _, key = ends.popleft()
+            queue = self._parked.get(key)
             while queue and queue[0].deadline <= now:
                 self._parked_count -= 1
                 self._refuse(queue.popleft(), wire.NOT_FOUND, f"{key!r} has not been published")
-            if not queue:
+            if queue is not None and not queue:
                 del self._parked[key]
 
     def next_deadline(self) -> float | None:
-        """Return when the earliest parked pull must be refused."""
-        first = [queue[0].deadline for queue in self._parked.values()]
-        return min(first) if first else None
+        """Return when to call unpark(): no later than the earliest parked pull must be refused."""
+        return self._parking_ends[0][0] if self._parking_ends else None
 
     # --------------------------------------------------------------------- outcomes
     def _apply(self, actions: Iterable[Action], now: float) -> None:
@@ -336,7 +389,7 @@ class Broker:
         while queue:
             parked = queue.popleft()
             self._parked_count -= 1
-            self._pull(parked.identity, parked.request, now)
+            self._pull(parked.identity, parked.request, parked.deadline)
         if self.ledger.lookup(entry.key) is entry:
             listeners = self.sessions.on_edge(wire.edge_of(entry.key))
             for session in listeners:
@@ -358,8 +411,7 @@ class Broker:
 
     def _refuse(self, parked: _Parked, status: str, message: str) -> None:
         self.counters["refused"] += 1
-        corr = None if isinstance(parked.request, wire.PullRequest) else parked.request.corr
-        self._answer(parked.identity, corr, status, message, None)
+        self._answer(parked.identity, _corr(parked.request), status, message, None)
 
     def _answer(
         self, identity: bytes, corr: int | None, status: str, message: str, entry: Entry | None
@@ -405,7 +457,12 @@ class Broker:
         }
 
 
+def _corr(request: wire.Pull | wire.PullRequest) -> int | None:
+    return None if isinstance(request, wire.PullRequest) else request.corr
+
+
 _NOTHING = memoryview(b"")
+_LOGGED_BAD_REQUESTS = 20  # one by one; then every thousandth
 _COUNTERS = (
     "eager",
     "lent",
@@ -414,5 +471,6 @@ _COUNTERS = (
     "parked",
     "refused",
     "bad_requests",
+    "stale_settles",
     "notices_dropped",
 )

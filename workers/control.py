@@ -211,7 +211,7 @@ class ControlLoop:
                 return
             message = messages.from_worker.decode(body)
             if isinstance(message, messages.JobDone):
-                self._broker.write_ended(message.write_id, message.error, now)
+                self._broker.write_ended(message.write_id, message.error, now, identity.decode())
             elif isinstance(message, messages.WorkerReady):
                 if self._crew.ready(identity.decode(), message) and self._crew.all_ready_once():
                     self._tell_stage(messages.Started(self._port, os.getpid()))

@@ -71,6 +71,10 @@ class Dispatcher:
             assigned.append((name, job))
         return assigned
 
+    def owner(self, write_id: int) -> str | None:
+        """Return the worker that has a job; None if none does."""
+        return self._owner.get(write_id)
+
     def done(self, write_id: int) -> bool:
         """Note the end of a job; False if no worker has it (a late answer)."""
         name = self._owner.pop(write_id, None)

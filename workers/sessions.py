@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from mori_mp.shared.wire import Hello
 
 MAX_SESSIONS = 1024
+MAX_CREDIT_BYTES = 16 << 20
 
 
 class Session:
@@ -28,15 +29,16 @@ class Session:
         self.host_id = hello.host_id
         self.lease = hello.lease
         self.edges = frozenset(hello.edges)
-        self.credit = hello.eager_credit
+        self.credit = min(hello.eager_credit, MAX_CREDIT_BYTES)
         self.eager: dict[int, int] = {}
         self.peer: int | None = None
 
     def take_credit(self, generation: int, size: int) -> bool:
-        """Reserve credit for an eager payload; False when there is too little left."""
-        if generation in self.eager:
-            return True
-        if size > self.credit:
+        """Reserve credit for an eager payload; False when there is too little left, or it was sent already.
+
+        A repeated notice goes without the bytes, or asking again and again would make us send without end.
+        """
+        if generation in self.eager or size > self.credit:
             return False
         self.credit -= size
         self.eager[generation] = size
@@ -79,6 +81,9 @@ class Sessions:
             if dropped is not None:
                 ended.append(dropped)
         session = Session(identity, hello)
+        for old in ended:
+            if (old.identity, old.epoch) == (identity, hello.epoch):
+                session.credit, session.eager = old.credit, old.eager  # it has those bytes
         self._by_identity[identity] = session
         self._by_epoch[hello.epoch] = session
         return session, ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import sys
@@ -276,7 +277,8 @@ def pipeline(
     if len(outcomes) == 2:
         console.print(comparison_table(outcomes))
     if json_to is not None:
-        _write_json(json_to, outcomes)
+        told = {"deploy_config": str(deploy_config), **dataclasses.asdict(options), "trace": str(trace or "")}
+        _write_json(json_to, told, outcomes)
     raise typer.Exit(0 if all(outcome.ok for outcome in outcomes.values()) else 1)
 
 
@@ -294,7 +296,8 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
     return parsed
 
 
-def _write_json(target: str, outcomes: dict[str, RunOutcome]) -> None:
+def _write_json(target: str, told: dict[str, Any], outcomes: dict[str, RunOutcome]) -> None:
+    """Write the outcome, or both of a comparison, with the options that led to it."""
     document: dict[str, Any]
     if len(outcomes) == 1:
         (outcome,) = outcomes.values()
@@ -305,7 +308,7 @@ def _write_json(target: str, outcomes: dict[str, RunOutcome]) -> None:
             "runs": {mode: as_document(outcome) for mode, outcome in outcomes.items()},
             "comparison": compare(outcomes),
         }
-    text = json.dumps(document, indent=1, ensure_ascii=False)
+    text = json.dumps({"options": told, **document}, indent=1, ensure_ascii=False)
     if target == "-":
         sys.stdout.write(text + "\n")
     else:

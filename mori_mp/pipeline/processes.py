@@ -19,7 +19,9 @@ _WAIT_STEP_S = 0.02
 class ProcessRow(msgspec.Struct, kw_only=True):
     """One process, as a line of `ps`."""
 
+    stage_id: int
     role: str
+    """`stage 1`, or `control`, `worker 0` and the like for a process beneath it."""
     pid: int
     parent: int
     rss_mib: float
@@ -47,7 +49,7 @@ class ProcessWatch:
                 continue
             for process in family:
                 self._seen.setdefault(process.pid, process)
-                row = _row(process, f"stage {stage_id}" if process is stage else _role(process))
+                row = _row(process, stage_id, f"stage {stage_id}" if process is stage else _role(process))
                 if row is not None:
                     rows.append(row)
         return rows
@@ -79,11 +81,12 @@ def allowed_cpus(pid: int) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Cpus_allowed_list")), "")
 
 
-def _row(process: psutil.Process, role: str) -> ProcessRow | None:
+def _row(process: psutil.Process, stage_id: int, role: str) -> ProcessRow | None:
     try:
         with process.oneshot():
             times = process.cpu_times()
             return ProcessRow(
+                stage_id=stage_id,
                 role=role,
                 pid=process.pid,
                 parent=process.ppid(),
@@ -97,14 +100,19 @@ def _row(process: psutil.Process, role: str) -> ProcessRow | None:
 
 
 def _role(process: psutil.Process) -> str:
-    """What a child is, from its command line: children of mori-mp carry their label behind boot.py."""
+    """What a child is, from its command line.
+
+    Children of mori-mp carry a label behind boot.py: `worker stage=0 port=50051 index=1` is `worker 1`.
+    """
     try:
         command = process.cmdline()
     except psutil.Error:
         return "gone"
     for index, word in enumerate(command):
         if word.endswith(_BOOT):
-            return " ".join(command[index + 1 :]) or "worker"
+            label = command[index + 1 :]
+            numbers = [word.removeprefix("index=") for word in label if word.startswith("index=")]
+            return " ".join([*label[:1], *numbers]) or "mori-mp child"
     return " ".join(command[:3]) or "zombie"
 
 

@@ -84,10 +84,9 @@ def process_table(rows: Sequence[ProcessRow]) -> Table:
     for name in ("pid", "parent", "RSS MiB", "threads", "CPU s", "CPUs allowed"):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(
-            row.role, str(row.pid), str(row.parent), f"{row.rss_mib:.1f}", str(row.threads),
-            f"{row.cpu_s:.2f}", row.cpus,
-        )  # fmt: skip
+        own = row.role == f"stage {row.stage_id}"
+        cells = (row.pid, row.parent, f"{row.rss_mib:.1f}", row.threads, f"{row.cpu_s:.2f}", row.cpus)
+        table.add_row(row.role if own else f"  {row.role}", *(str(cell) for cell in cells))
     return table
 
 

@@ -7,7 +7,7 @@ without inputs; a stage that relays sends as its own inputs arrive, spreading it
 over them.
 
 JSON lines (`.jsonl`), one object a line. The first one is the header, each other one a chunk, in sending
-order within its edge and request:
+order within its edge and request (more keys in the header are comments):
 
     {"format": "mori-mp-trace", "version": 1}
     {"edge": "0->1", "request": 0, "gap_s": 0.0, "tensors": {

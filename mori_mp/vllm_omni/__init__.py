@@ -1,0 +1,1 @@
+"""mori-mp inside vLLM-Omni: the plugin that makes the host create our connector."""
