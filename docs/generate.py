@@ -29,15 +29,24 @@ def table(*rows: tuple[str, ...]) -> str:
 
 
 def module_map() -> str:
-    """Every module by folder, with the first sentence of its docstring."""
+    """Every module by package, with the first paragraph of its docstring."""
     parts = []
-    for folder in ("mori_mp", "mori_mp/pipeline", "workers", "workers/engines", "shared"):
+    for folder in sorted(packages(), key=lambda path: (not path.startswith("mori_mp"), path)):
         rows = [
             (f"[`{path.name}`](../{folder}/{path.name})", summary(path))
             for path in sorted((ROOT / folder).glob("*.py"))
         ]
         parts.append(f"**`{folder}/`**\n\n" + table(("module", "what it is"), *rows))
     return "\n\n".join(parts)
+
+
+def packages() -> Iterator[str]:
+    """The folder of every package, from the repository's root."""
+    for top in ("mori_mp", "workers", "shared"):
+        for path in (ROOT / top).rglob("__init__.py"):
+            folder = path.parent.relative_to(ROOT).as_posix()
+            if not folder.startswith(("mori_mp/workers", "mori_mp/shared")):  # the links for type checkers
+                yield folder
 
 
 def summary(path: Path) -> str:
@@ -155,6 +164,7 @@ def wire_bounds() -> str:
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"config-table": markdown_table},
+    "docs/configuration.md": {"config-table": markdown_table},
     "docs/architecture.md": {
         "module-map": module_map,
         "ledger-diagram": ledger_diagram,

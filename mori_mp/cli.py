@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "pipeline": "mori_mp.pipeline.command:pipeline",
+    "top": "mori_mp.cli_top:top",
+    "health": "mori_mp.cli_health:health",
+    "bench": "mori_mp.cli_bench:bench",
+    "doctor": "mori_mp.cli_doctor:doctor",
+    "topology": "mori_mp.cli_pin:topology",
+    "pin": "mori_mp.cli_pin:pin",
 }
 _EXTRA = ("typer", "rich")
 
@@ -35,7 +41,7 @@ def build_app() -> typer.Typer:
         name="mori-mp",
         help="Multi-process stage connector for vLLM-Omni: run it, look at it, measure it.",
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
     )

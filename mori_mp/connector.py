@@ -85,7 +85,9 @@ class MoriTransferEngineConnector:
         self.receiver = Receiver(
             Us(self._epoch, host_id(), engine_desc, self._mem_desc, lease),
             self.slots,
-            Timeouts(settings.get_timeout_seconds, settings.query_timeout_seconds),
+            Timeouts(
+                settings.get_timeout_seconds, settings.query_timeout_seconds, settings.buffer_ttl_seconds
+            ),
             lease,
             settings.decode == "view",
         )

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from mori_mp.config import ConnectorConfig
-from mori_mp.shared import runtime
+from mori_mp.pins import card_of, make_plan
+from mori_mp.shared import registry, runtime
 from mori_mp.shared.errors import StartupError
 from mori_mp.shared.messages import ControlSetup
-from mori_mp.shared.pinning import Plan, resolve_request
+from mori_mp.shared.pinning import Plan
 from mori_mp.shared.pool import Pool
-from mori_mp.shared.topology import read_topology
 from mori_mp.workers.inline import ControlThread
 from mori_mp.workers.spawn import module_path
 from mori_mp.workers.supervisor import Supervisor, launch_process
@@ -55,9 +59,13 @@ def start(
     Raises StartupError (port taken, engine failing, ...), PinningError, ConfigError.
     """
     host, port = endpoint
-    plan = make_plan(config)
     folder = runtime.create(epoch, config.runtime_dir)
     threads = config.worker_mode == "thread"
+    try:
+        card, plan = _introduce(config, folder, engine=engine, endpoint=_tcp(host, port))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     jobs = "inproc://jobs" if threads else f"ipc://{folder}/jobs-{{incarnation}}.sock"
     template = ControlSetup(
         role="control",
@@ -88,11 +96,14 @@ def start(
         job_timeout_seconds=config.job_timeout_seconds,
         restart_limit=config.restart_limit,
         prefault=config.prefault,
+        lane_path=f"{folder}/lane-{{incarnation}}.sock",
+        health_socket=str(folder / registry.HEALTH_SOCKET),
     )
     launch = (lambda setup, _: ControlThread(setup, pool)) if threads else launch_process
     supervisor = Supervisor(template, pool, folder, launch, replay, freed)
     try:
         supervisor.start()
+        registry.write(folder, msgspec.structs.replace(card, endpoint=_tcp(host, supervisor.port)))
     except BaseException:
         supervisor.close()
         raise
@@ -109,15 +120,34 @@ def start(
     return Heart(supervisor, plan, host)
 
 
-def make_plan(config: ConnectorConfig) -> Plan:
-    """Plan the CPUs of the children; an unreadable topology is a recorded reason, not an error."""
-    values = msgspec.structs.asdict(config)
-    request = resolve_request(values, os.environ)
-    try:
-        topology = read_topology()
-    except OSError as exc:
-        return Plan.unpinned(config.num_transfer_workers, f"topology cannot be read: {exc}")
-    return request.plan(topology, workers=config.num_transfer_workers, nic=config.device_name or None)
+def _introduce(
+    config: ConnectorConfig, folder: Path, *, engine: str, endpoint: str
+) -> tuple[registry.Card, Plan]:
+    """Plan the CPUs of the children, clear of those of other connectors, and leave a card that says so."""
+    with registry.planning(folder.parent) as alone:
+        plan = make_plan(config, taken=registry.taken_cpus(folder.parent, but=folder))
+        if not alone:
+            story = "the lock on planning was not to be had: another connector may have the same CPUs"
+            plan = replace(plan, reasons=(*plan.reasons, story))
+        card = registry.Card(
+            stage_id=config.stage_id,
+            role=config.role,
+            pid=os.getpid(),
+            start_ticks=registry.start_ticks(os.getpid()) or 0,
+            started=time.time(),
+            engine=engine,
+            endpoint=endpoint,
+            worker_mode=config.worker_mode,
+            pool_device=config.memory_pool_device,
+            pool_size=config.memory_pool_size,
+            plan=card_of(plan, pinned=config.worker_mode == "process"),
+        )
+        registry.write(folder, card)
+    return card, plan
+
+
+def _tcp(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _engine_options(config: ConnectorConfig) -> dict[str, Any]:

@@ -37,9 +37,10 @@ class _Conversation:
 class V1Requests:
     """See the module's docstring."""
 
-    def __init__(self, board: Switchboard, address: str) -> None:
+    def __init__(self, board: Switchboard, address: str, on_unanswered: Callable[[], None]) -> None:
         self._board = board
         self._address = address
+        self._on_unanswered = on_unanswered
         self._turn = threading.Lock()
         self._current: _Conversation | None = None
         self._abandoned: set[_Conversation] = set()
@@ -72,6 +73,7 @@ class V1Requests:
                 talk.on_late_end = on_late_end
                 self._abandoned.add(talk)
                 talk.abandoned = True
+                self._on_unanswered()
             return reply
         finally:
             self._turn.release()

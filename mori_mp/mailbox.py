@@ -8,8 +8,11 @@ repeated by a restarted control process does not deliver a payload twice.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TypeVar
 
 from mori_mp.shared.wire import Gone, Ready
+
+K = TypeVar("K")
 
 MAX_NOTICES = 65_536
 MAX_TAKEN = 16_384
@@ -21,7 +24,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._ready: OrderedDict[str, Ready] = OrderedDict()
-        self._taken: OrderedDict[int, None] = OrderedDict()
+        self._taken: OrderedDict[int, object] = OrderedDict()
         self._missed: dict[str, None] = {}
 
     def __len__(self) -> int:
@@ -68,21 +71,24 @@ class Mailbox:
         self._ready.setdefault(ready.key, ready)
 
     def forget(self, key: str) -> None:
-        """Drop what is known and asked about a key."""
-        self._ready.pop(key, None)
+        """Do not ask for a key any more. A notice that has come stays, should the caller ask again."""
         self._missed.pop(key, None)
 
     def mark_taken(self, generation: int) -> bool:
         """Remember that a generation has been delivered; False if it had been already."""
-        if generation in self._taken:
-            return False
-        self._taken[generation] = None
-        if len(self._taken) > MAX_TAKEN:
-            self._taken.popitem(last=False)
-        return True
+        return claim(self._taken, generation, MAX_TAKEN)
 
     def collect_missed(self) -> list[str]:
         """Return the keys missed since the last call, to audit."""
         missed = list(self._missed)
         self._missed.clear()
         return missed
+
+
+def claim(claims: OrderedDict[K, object], key: K, limit: int) -> bool:
+    """Enter key among the newest `limit` claims; of several threads that try, one gets True."""
+    ours = object()
+    won = claims.setdefault(key, ours) is ours  # one atomic step
+    if len(claims) > limit:
+        claims.popitem(last=False)
+    return won

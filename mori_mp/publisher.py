@@ -28,6 +28,7 @@ from mori_mp.workers.hot import HotChannel
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AGAIN_SECONDS = 0.02
 POOL_WAIT_SECONDS = 1.0
 """How long put() waits for receivers to free memory of a full pool before it fails."""
 
@@ -111,8 +112,8 @@ class Publisher:
     def _alloc(self, size: int) -> int:
         try:
             return self._slots.alloc(size)
-        except PoolExhausted as full:
-            if size > full.free + sum(p.message.size for p in list(self._live.values())):
+        except PoolExhausted:
+            if size > self._slots.pool.size:
                 self.exhausted += 1
                 raise
         deadline = time.monotonic() + POOL_WAIT_SECONDS
@@ -126,11 +127,17 @@ class Publisher:
                     raise
 
     def _wait_freed(self, deadline: float) -> None:
+        """Wait for the control process to free memory; also look now and then for what no message tells:
+        a received buffer that the stage has let go of, memory whose message another put() has taken.
+        """
         assert self._hot is not None
+        pause = min(_LOOK_AGAIN_SECONDS, max(0.0, deadline - time.monotonic()))
         poller = select.poll()
         if self._hot.fileno() >= 0:
             poller.register(self._hot.fileno(), select.POLLIN)
-        poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        for _, event in poller.poll(pause * 1000):
+            if event & select.POLLHUP:
+                time.sleep(pause)  # dead, and its successor not there yet
         self.collect()
 
     def _publish(self, name: str, key: str, offset: int, size: int, fast_path: bool) -> None:

@@ -3,7 +3,8 @@
 What get() does depends on what is known, cheapest first:
 
     eager    the payload itself came with the Ready notice: nothing to ask
-    lease    the sender is on this host and lends its pool: one round trip, then read in place
+    offer    the notice says where it lies in the pool of a sender on this host: claim it, read it in place
+    lease    the same without a notice: one round trip
     landing  allocate a slot of our pool and have a worker of the sender write into it: one round trip
     v1       the in-tree class: query its size unless the metadata has it, then a landing pull
 
@@ -34,7 +35,7 @@ from mori_mp.switchboard import Switchboard
 logger = logging.getLogger(__name__)
 
 FIRST_CONTACT_SECONDS = 1.0
-LATE_SECONDS = 60.0
+
 NOTICE_GRACE_SECONDS = 0.02
 """A Ready notice overtakes a pull of our own; with complete metadata we give it this long to arrive."""
 
@@ -51,10 +52,11 @@ class Wanted(NamedTuple):
 
 
 class Timeouts(NamedTuple):
-    """Seconds; a transfer gets 5 more for each 100 MB."""
+    """Seconds; a transfer gets 5 more for each 100 MB. late: how long what comes late is kept."""
 
     transfer: float
     query: float
+    late: float
 
 
 class _Delivery(NamedTuple):
@@ -130,18 +132,21 @@ class Receiver:
         begun, or one that complete metadata promises, is waited for. Raises CorruptPayload.
         """
         if self._late:
+            self._drop_late(time.monotonic() - self._timeouts.late)
             late = self._take_late(wanted.key)
             if late is not None:
                 return late
         link = self.link(wanted.host, wanted.port, wanted.edge)
         if not self._reached(link, wanted, deadline):
             return None
-        if link.peer is Peer.V1:
-            return self._get_v1(link, wanted, deadline)
         while True:
+            if link.is_v1():
+                return self._get_v1(link, wanted, deadline)
             ready = self._find(link, wanted, deadline)
             if ready is _LATE:
                 return self.get(wanted, deadline)
+            if ready is None and link.is_v1():
+                continue
             if ready is None:
                 if not wanted.size:
                     self.counters["misses"] += 1
@@ -150,6 +155,8 @@ class Receiver:
             elif not link.mailbox.take(ready):
                 continue  # another thread has it
             result = self._fetch(link, wanted, ready, deadline)
+            if result is None and link.is_v1():
+                continue  # a v1 sender has come in its place
             if result is not None or deadline is None or time.monotonic() >= deadline:
                 return result
             if self._board.closed:
@@ -193,6 +200,8 @@ class Receiver:
             ready = self._board.wait(lambda: self._announced(link, wanted.key), pause)
             if ready is not None or time.monotonic() >= until or self._board.closed:
                 return ready
+            if link.is_v1():
+                return None
             link.audit(time.monotonic())
 
     def _announced(self, link: Link, key: str) -> wire.Ready | None:
@@ -202,17 +211,41 @@ class Receiver:
         self, link: Link, wanted: Wanted, ready: wire.Ready, deadline: float | None
     ) -> tuple[Any, int] | None:
         if len(ready.data):
-            link.mailbox.mark_taken(ready.generation)
+            if not link.mailbox.mark_taken(ready.generation):
+                return None  # a call that did not wait for the notice has fetched it
             delivery = _standalone(ready.data) if ready.fast_path else _Delivery(ready.data, None)
             try:
                 return self._finish(wanted.key, ready.fast_path, delivery, "eager")
             finally:
                 link.settle(consumed=ready.generation)
+        if ready.offset >= 0 and self._lease and link.can_lease:
+            offered = self._fetch_offer(link, ready)
+            if offered is not None:
+                return offered  # else it has gone meanwhile; the sender knows
+        wait_until = deadline
         if deadline is None:
             deadline = time.monotonic() + self._transfer_seconds(ready.size)
         if self._lease and link.can_lease:
             return self._fetch_lease(link, ready, deadline)
-        return self._fetch_landing(link, ready, deadline)
+        return self._fetch_landing(link, ready, deadline, wait_until)
+
+    def _fetch_offer(self, link: Link, ready: wire.Ready) -> tuple[Any, int] | None:
+        generation = ready.generation
+        try:
+            lent = link.lent_pool()
+            view = lent.view(ready.offset, ready.size)
+            buffer = lent.claim(
+                ready.offset, ready.size, generation, lambda: link.settle(consumed=generation)
+            )
+        except (EngineUnavailable, WireError) as exc:
+            logger.error("offer of %r from %s: %s", ready.key, link.address, exc)
+            return None
+        if buffer is None:
+            return None
+        if not link.mailbox.mark_taken(generation):
+            buffer.release()
+            return None
+        return self._finish(ready.key, ready.fast_path, _Delivery(view, buffer), "lease")
 
     def _fetch_lease(self, link: Link, ready: wire.Ready, deadline: float) -> tuple[Any, int] | None:
         request = link.new_pull(ready.key, ready.size, 0, True)
@@ -220,11 +253,10 @@ class Receiver:
         if done is None:
 
             def on_late(done: wire.Done | None) -> None:
-                if done is None or done.status or not link.mailbox.mark_taken(done.generation):
-                    return  # taken already by asking again: that one buffer holds the lease
-                delivery = self._leased(link, ready.key, done)
-                if delivery is not None:
-                    self._keep_late(ready.key, _Late(delivery, done.fast_path, "lease", time.monotonic()))
+                if done is not None and not done.status:
+                    delivery = self._leased(link, ready.key, done)
+                    if delivery is not None:
+                        self._keep_late(ready.key, _Late(delivery, done.fast_path, "lease", time.monotonic()))
 
             self._gave_up(link, ready)
             link.abandon(request, on_late)
@@ -232,13 +264,13 @@ class Receiver:
         if done.status:
             self._refused(link, ready, done)
             return None
-        if not link.mailbox.mark_taken(done.generation):
-            return self._take_late(ready.key)  # granted to an earlier get() that had given up
         delivery = self._leased(link, ready.key, done)
-        return None if delivery is None else self._finish(ready.key, done.fast_path, delivery, "lease")
+        if delivery is None:
+            return self._take_late(ready.key)  # it may have been granted to a get() that had given up
+        return self._finish(ready.key, done.fast_path, delivery, "lease")
 
     def _leased(self, link: Link, key: str, done: wire.Done) -> _Delivery | None:
-        """Take over a lease that the sender has granted."""
+        """Take over a lease that the sender has granted; None if another call has the payload."""
         generation = done.generation
         try:
             lent = link.lent_pool()
@@ -249,10 +281,17 @@ class Receiver:
             self.counters["errors"] += 1
             logger.error("get of %r from %s: %s", key, link.address, exc)
             return None
+        if buffer is None:
+            return None
+        if not link.mailbox.mark_taken(generation):
+            buffer.release()  # it came in a notice, to another call
+            return None
         return _Delivery(view, buffer)
 
-    def _fetch_landing(self, link: Link, ready: wire.Ready, deadline: float) -> tuple[Any, int] | None:
-        offset = self._slot(ready.key, ready.size)
+    def _fetch_landing(
+        self, link: Link, ready: wire.Ready, deadline: float, wait_until: float | None
+    ) -> tuple[Any, int] | None:
+        offset = self._slot(ready.key, ready.size, wait_until)
         if offset is None:
             if ready.generation:
                 link.mailbox.put_back(ready)
@@ -276,7 +315,9 @@ class Receiver:
             self._slots.give_back(offset)
             self._refused(link, ready, done)
             return None
-        link.mailbox.mark_taken(done.generation)
+        if not link.mailbox.mark_taken(done.generation):
+            self._slots.give_back(offset)
+            return self._take_late(ready.key)  # another call has it, or a get() that had given up
         return self._finish(ready.key, done.fast_path, self._landed(offset, ready.size), "landing")
 
     # ------------------------------------------------------------------------------ v1
@@ -292,7 +333,7 @@ class Receiver:
                 return None
             # A v1 sender sends no notices: asking again is all there is.
             self._board.wait(lambda: None, min(deadline, time.monotonic() + _V1_POLL_SECONDS))
-        offset = self._slot(wanted.key, size)
+        offset = self._slot(wanted.key, size, deadline)
         if offset is None:
             return None
         us = self._us
@@ -338,17 +379,35 @@ class Receiver:
         self.counters["late"] += 1
         self._late[key] = late
         self._on_change()
-        for old_key, old in list(self._late.items()):
-            if late.since - old.since > LATE_SECONDS:
-                self._late.pop(old_key, None)
 
-    def _slot(self, key: str, size: int) -> int | None:
+    def _drop_late(self, before: float) -> None:
+        """Let go of the payloads that came late, before a time (monotonic seconds)."""
+        for key, late in list(self._late.items()):
+            if late.since <= before:
+                self._late.pop(key, None)
+
+    def _slot(self, key: str, size: int, deadline: float | None) -> int | None:
+        """Find a slot to land in; one that is let go of until deadline is waited for."""
         try:
             return self._slots.alloc(size)
-        except PoolExhausted as exc:
-            self.counters["pool_exhausted"] += 1
-            logger.error("get of %r: no slot to land in: %s", key, exc)
-            return None
+        except PoolExhausted as full:
+            exhausted = full
+        self._drop_late(time.monotonic())  # rather these than the payload that is asked for
+        told = False
+        while True:
+            try:
+                return self._slots.alloc(size)
+            except PoolExhausted:
+                pass
+            if not told:
+                told = True
+                self.counters["pool_exhausted"] += 1
+                logger.error("get of %r: no slot to land in: %s", key, exhausted)
+            now = time.monotonic()
+            if deadline is None or now >= deadline or self._board.closed or size > self._slots.pool.size:
+                return None
+            # Buffers are let go of by our own stage, in finalizers too, and nothing tells of it.
+            self._board.wait(lambda: None, min(deadline, now + _LOOK_AGAIN_SECONDS))
 
     def _landed(self, offset: int, size: int) -> _Delivery:
         buffer = ManagedBuffer(self._pool_tensor, offset, size, lambda: self._slots.give_back(offset))
@@ -398,14 +457,18 @@ class Receiver:
         return self._timeouts.transfer + 5.0 * (size // 100_000_000)
 
     def forget(self, key: str) -> None:
-        """Drop what is known of a key."""
-        self._late.pop(key, None)
+        """Do not ask for a key any more, on whichever edge; what came late is dropped."""
         for link in list(self._links.values()):
-            link.mailbox.forget(key)
+            for edge in link.edges:
+                internal = f"{key}@{edge}"
+                link.mailbox.forget(internal)
+                self._late.pop(internal, None)
 
     def report(self) -> Mapping[str, Any]:
         """Describe the state for health()."""
         links = list(self._links.values())
+        self._board.pump()
+        self._drop_late(time.monotonic() - self._timeouts.late)
         return {
             "counters": dict(self.counters),
             "senders": [
@@ -423,6 +486,7 @@ class Receiver:
     def close(self) -> None:
         """Let go of every socket and of other stages' pools. A get() that waits returns None."""
         self._board.close()
+        self._late.clear()
         for link in self._links.values():
             link.close()
 
@@ -452,6 +516,7 @@ def _no_slot() -> None:
 _NOTHING = memoryview(b"")
 _LATE = wire.Ready("", 0, 0, False, _NOTHING)  # stands for: look among the late deliveries
 _V1_POLL_SECONDS = 0.002
+_LOOK_AGAIN_SECONDS = 0.01
 _COUNTERS = (
     "gets",
     "bytes",

@@ -33,6 +33,19 @@ class LeaseBoard:
         self._narrow[slot * 4 + 2] = holder
         self._narrow[slot * 4 + 3] = GRANTED
 
+    def offer(self, slot: int, generation: int) -> None:
+        """Show which payload lies at a slot, for receivers that claim it (control process)."""
+        self._narrow[slot * 4 + 3] = 0
+        self._wide[slot * 2] = generation
+
+    def clear(self, slot: int) -> None:
+        """Show that nothing lies there any more (control process, while it excludes claims)."""
+        self._wide[slot * 2] = 0
+
+    def generation(self, slot: int) -> int:
+        """Return the generation last offered or leased at a slot."""
+        return self._wide[slot * 2]
+
     def release(self, slot: int, generation: int) -> None:
         """Record the end of a lease (receiver, or the control process for a dead holder)."""
         if self._wide[slot * 2] == generation:

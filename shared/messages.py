@@ -4,6 +4,7 @@ Three channels, all msgpack arrays of the Structs below:
 
     stage   <-> control   "hot" socketpair   Publish Withdraw            ->   <- Freed
     stage   <-> control   "admin" socketpair HealthRequest Shutdown      ->   <- Started Failed Health Pooled
+                                             StageReport                 ->   <- StageRequest
     control <-> worker    ZMQ ipc:// or inproc://  AddPeer DropPeer Job Stop  ->   <- WorkerReady JobDone
 
 The stage's two channels are SOCK_SEQPACKET socketpairs rather than ZMQ, because the stage must be able to
@@ -28,6 +29,7 @@ class Publish(msgspec.Struct, array_like=True, tag=1):
     """Stage -> control: a payload of size bytes lies at offset of the pool.
 
     replayed: told before to a control process that has died since; the lease board may know a reader.
+    put_us: when put() was called, CLOCK_MONOTONIC microseconds; 0: not told.
     """
 
     key: str
@@ -36,6 +38,7 @@ class Publish(msgspec.Struct, array_like=True, tag=1):
     size: int
     fast_path: bool
     replayed: bool = False
+    put_us: int = 0
 
 
 class Withdraw(msgspec.Struct, array_like=True, tag=2):
@@ -81,6 +84,16 @@ class Pooled(msgspec.Struct, array_like=True, tag=6):
     """Control -> stage: the pool is backed by memory (error empty) or cannot be."""
 
     error: str
+
+
+class StageRequest(msgspec.Struct, array_like=True, tag=7):
+    """Control -> stage: tell your part of a health document."""
+
+
+class StageReport(msgspec.Struct, array_like=True, tag=8):
+    """Stage -> control: the answer to a StageRequest."""
+
+    report: dict[str, Any]
 
 
 # ------------------------------------------------------------------------------ worker
@@ -142,8 +155,8 @@ class PoolBacked(msgspec.Struct, array_like=True, tag=8):
 
 HotToControl: TypeAlias = Publish | Withdraw
 HotToStage: TypeAlias = Freed
-AdminToControl: TypeAlias = HealthRequest | Shutdown
-AdminToStage: TypeAlias = Started | Failed | Health | Pooled
+AdminToControl: TypeAlias = HealthRequest | Shutdown | StageReport
+AdminToStage: TypeAlias = Started | Failed | Health | Pooled | StageRequest
 ToWorker: TypeAlias = AddPeer | DropPeer | Job | Stop
 FromWorker: TypeAlias = WorkerReady | WorkerFailed | JobDone | PoolBacked
 
@@ -165,6 +178,23 @@ class ChildSetup(msgspec.Struct, kw_only=True):
     path: list[str]
     cpus: list[int]
     log_level: int
+
+
+class Observing(msgspec.Struct, kw_only=True):
+    """What a control process is told about reports, dumps, metrics and traces.
+
+    stage_report is the stage's part of a health document as it was at the start; stage_started is monotonic
+    seconds. Empty paths and port 0 mean: not asked for.
+    """
+
+    stage_id: int = -1
+    stage_pid: int = 0
+    stage_started: float = 0.0
+    stage_report: dict[str, Any] = msgspec.field(default_factory=dict)
+    dump_path: str = ""
+    dump_interval_seconds: float = 0.0
+    prometheus_port: int = 0
+    trace_folder: str = ""
 
 
 class ControlSetup(ChildSetup, kw_only=True):
@@ -193,6 +223,10 @@ class ControlSetup(ChildSetup, kw_only=True):
     job_timeout_seconds: float
     restart_limit: int
     prefault: bool
+    health_socket: str = ""
+    lane_path: str = ""
+    device: str = "cpu"
+    observing: Observing = msgspec.field(default_factory=Observing)
 
 
 class WorkerSetup(ChildSetup, kw_only=True):
@@ -206,6 +240,9 @@ class WorkerSetup(ChildSetup, kw_only=True):
     pool_size: int
     jobs_endpoint: str
     prefault: bool
+    device: str = "cpu"
+    trace_folder: str = ""
+    epoch: str = ""
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:

@@ -1,8 +1,10 @@
-"""The command line of pinning: print a plan for this machine or a recorded one, or run a command inside it.
+"""The command line of pinning: print a plan for this machine or a recorded one, run a command inside it, or
+apply it to a running connector.
 
-It changes nothing except in --exec, where this process pins itself before it becomes CMD. It shows what is
-chosen automatically: MORI_MP_* variables are not read (they would echo an earlier answer), only mentioned.
-Plans and formats go to standard output, everything said to a human beside them to standard error.
+It changes nothing except in --exec, where this process pins itself before it becomes CMD, and in --apply
+(mori_mp.shared.repin, which alone needs mori-mp's dependencies installed). It shows what is chosen
+automatically: MORI_MP_* variables are not read (they would echo an earlier answer), only mentioned. Plans and
+formats go to standard output, everything said to a human beside them to standard error.
 
 Exit status: 0 ok, 1 usage (or an impossible request), 2 unreadable topology, 3 degraded under --strict.
 """
@@ -16,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from mori_mp.shared import runtime
 from mori_mp.shared.affinity import pin_self
-from mori_mp.shared.errors import PinningError
+from mori_mp.shared.errors import MoriMPError, PinningError
 from mori_mp.shared.pinning import Plan, format_sets, plan
 from mori_mp.shared.topology import (
     Topology,
@@ -39,9 +42,9 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}\n")
 
 
-def _parser() -> _Parser:
+def _parser(prog: str) -> _Parser:
     parser = _Parser(
-        prog="pin_topology",
+        prog=prog,
         description="Plan the CPUs of a mori-mp connector's control process and transfer workers.",
         allow_abbrev=False,
         epilog="exit status: 0 ok, 1 usage, 2 unreadable topology, 3 degraded plan with --strict",
@@ -54,6 +57,10 @@ def _parser() -> _Parser:
     form.add_argument("--env", action="store_true", help='export lines for a shell: eval "$(... --env)"')
     form.add_argument("--numactl", action="store_true", help="a numactl prefix with all of the plan's CPUs")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="transfer workers (default 2)")
+    parser.add_argument("--plan", metavar="FILE", type=Path, help="take this plan file instead of planning")
+    parser.add_argument(
+        "--force", action="store_true", help="pin even where it is unwise (few CPUs, a quota)"
+    )
     parser.add_argument(
         "--gpu",
         metavar="I|BDF",
@@ -70,6 +77,18 @@ def _parser() -> _Parser:
     )
     parser.add_argument("--strict", action="store_true", help="exit 3 when the plan is degraded")
     parser.add_argument("--explain", action="store_true", help="say on standard error what was found and why")
+    parser.add_argument(
+        "--apply",
+        metavar="PID|STAGE",
+        help="pin the children of a running connector as planned (same user, same container) and check it; "
+        "--workers is then as many as it runs",
+    )
+    parser.add_argument(
+        "--runtime-dir",
+        metavar="DIR",
+        type=Path,
+        help="--apply: the connector's runtime_dir (default: as connectors choose it)",
+    )
     parser.add_argument(
         "--exec",
         action="store_true",
@@ -130,7 +149,8 @@ def _numactl(made: Plan) -> str:
     return " ".join(words)
 
 
-def _explanation(topology: Topology, made: Plan) -> list[str]:
+def explanation(topology: Topology, made: Plan) -> list[str]:
+    """Say what sysfs shows of a machine, and the reasons of a plan."""
     cores = {cpu.core for cpu in topology.cpus.values()}
     domains = {cpu.l3 for cpu in topology.cpus.values() if cpu.l3 is not None}
     nodes = [f"{node}: {format_cpulist(cpus) or 'no CPUs'}" for node, cpus in topology.nodes.items()]
@@ -175,7 +195,57 @@ def _become(command: list[str], made: Plan) -> NoReturn:
         raise OSError(err.errno, f"--exec: cannot run {command[0]!r}: {err.strerror}") from err
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _planned(
+    topology: Topology,
+    options: argparse.Namespace,
+    workers: int | None = None,
+    taken: frozenset[int] = frozenset(),
+) -> Plan:
+    """Read --plan, or plan as the options say; `workers` wins over --workers."""
+    if options.plan is not None:
+        return Plan.from_json(options.plan.read_text(encoding="utf-8"), source=str(options.plan))
+    return plan(
+        topology,
+        workers=options.workers if workers is None else workers,
+        gpu_bdf=None if options.gpu is None else _gpu_address(topology, options.gpu),
+        nic=options.nic,
+        reserve=parse_cpulist(options.reserve),
+        smt=options.smt,
+        mode="force" if options.force else "auto",
+        taken=taken,
+    )
+
+
+def _apply(prog: str, topology: Topology, options: argparse.Namespace) -> int:
+    """Pin the children of a running connector, and print asked and effective CPUs of each."""
+    try:
+        from mori_mp.shared import registry, repin
+    except ModuleNotFoundError as err:
+        raise PinningError(f"--apply needs an environment with mori-mp installed ({err})") from None
+    base = options.runtime_dir or runtime.base_directory()
+    children = repin.find(options.apply, base)
+    with registry.planning(base):
+        taken = registry.taken_cpus(base, but=children.found.folder)
+        made = _planned(topology, options, len(children.workers), taken)
+        if not made.cpus:
+            raise PinningError("the plan pins nothing: " + "; ".join(made.reasons))
+        if options.strict and made.degraded:
+            _say(prog, ["degraded plan, not applied", *(f"- {reason}" for reason in made.reasons)])
+            return DEGRADED
+        moved = repin.apply(children, made)
+    if made.degraded or options.explain:
+        _say(prog, [f"- {reason}" for reason in made.reasons])
+    for each in moved:
+        asked = "not asked" if each.asked is None else f"asked {format_cpulist(each.asked)}"
+        threads = f"{each.threads} thread" + ("s" if each.threads != 1 else "")
+        print(f"{each.name}  pid {each.pid}  {threads}  {asked}  effective {format_cpulist(each.effective)}")
+    missed = [each.name for each in moved if not each.done]
+    if missed:
+        _say(prog, [f"{', '.join(missed)}: the kernel gave other CPUs than asked; compare the cpuset"])
+    return USAGE if missed else OK
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "pin_topology") -> int:
     """Run the command line and return its exit status; usage errors raise SystemExit(1)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
@@ -183,37 +253,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         cut = arguments.index("--exec") + 1
         arguments, command = arguments[:cut], arguments[cut:]
         command = command[1:] if command[:1] == ["--"] else command
-    parser = _parser()
+    parser = _parser(prog)
     options = parser.parse_args(arguments)
     root: Path | None = options.sysfs_root
     if options.run and not command:
         parser.error("--exec needs a command: --exec -- CMD [ARG...]")
     if options.run and root is not None:
         parser.error("--exec pins on this machine; it cannot use a recorded tree (--sysfs-root)")
+    if options.apply is not None and (options.run or root is not None):
+        parser.error("--apply pins running processes of this machine: without --exec and --sysfs-root")
     try:
         topology = read_topology() if root is None else read_topology(root, root / "proc")
     except TopologyError as err:
         _say(parser.prog, [str(err)])
         return UNREADABLE
     try:
-        made = plan(
-            topology,
-            workers=options.workers,
-            gpu_bdf=None if options.gpu is None else _gpu_address(topology, options.gpu),
-            nic=options.nic,
-            reserve=parse_cpulist(options.reserve),
-            smt=options.smt,
-        )
+        if options.apply is not None:
+            return _apply(parser.prog, topology, options)
+        made = _planned(topology, options)
         notes = _environment_notes(options.gpu)
         if options.explain:
-            notes += _explanation(topology, made)
+            notes += explanation(topology, made)
         elif made.degraded and (options.env or options.numactl or options.run):  # the others show the reasons
             notes += ["degraded plan", *(f"- {reason}" for reason in made.reasons)]
         _say(parser.prog, notes)
         status = DEGRADED if options.strict and made.degraded else OK
         if options.run:
             return status if status != OK else _become(command, made)
-    except (PinningError, OSError) as err:
+    except (MoriMPError, OSError) as err:
         _say(parser.prog, [str(err)])
         return USAGE
     if options.env:

@@ -161,7 +161,8 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     """Session open. epoch names the sending stage's incarnation (generations are unique within it),
     incarnation counts its control processes, process_group holds all processes that may still write.
 
-    mem_desc describes the sender's pool for leases, empty when it does not lend.
+    mem_desc describes the sender's pool for offers and leases, empty when it does not lend. lane is the path
+    of its Unix socket, for receivers on its host (see shared.lane).
     """
 
     corr: int
@@ -172,16 +173,22 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     host_id: str
     engine: str
     mem_desc: bytes
+    lane: str = ""
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """A payload is there; data holds it whole if it travels eagerly, else it is empty."""
+    """A payload is there; data holds it whole if it travels eagerly, else it is empty.
+
+    offset, if not negative, offers it for reading in place at that offset of the sender's pool: whoever
+    claims it first (see shared.claims), until it is consumed or gone.
+    """
 
     key: str
     generation: int
     size: int
     fast_path: bool
     data: memoryview
+    offset: int = -1
 
 
 class Gone(msgspec.Struct, array_like=True, tag="gone"):

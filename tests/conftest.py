@@ -1,13 +1,14 @@
-"""Fixtures of the connector tests: connectors that are closed again, and proof that nothing is left behind."""
+"""Fixtures of the connector tests: connectors that are closed again, and proof that nothing is left."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 from connector_support import Factory, StageProcess, no_leaks, short_directory
+from wire_peers import V1Client, V2Client
 
 _SHARED = "shared_"  # fixtures that keep connectors open over several tests start with this
 _failed = pytest.StashKey[bool]()
@@ -66,6 +67,34 @@ def make_stage(runtime_base: Path) -> Iterator[type[StageProcess]]:
     yield Made
     for stage in made:
         stage.close()
+
+
+@pytest.fixture
+def v1_client() -> Iterator[Callable[[int], V1Client]]:
+    """Makes bare v1 receivers at a port."""
+    made: list[V1Client] = []
+
+    def make(port: int) -> V1Client:
+        made.append(V1Client(port))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+@pytest.fixture
+def v2_client() -> Iterator[Callable[[int], V2Client]]:
+    """Makes bare v2 receivers at a port."""
+    made: list[V2Client] = []
+
+    def make(port: int) -> V2Client:
+        made.append(V2Client(port))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
 
 
 @pytest.fixture(autouse=True)

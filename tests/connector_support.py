@@ -120,6 +120,7 @@ DEFAULTS: dict[str, Any] = {
     "prefault": False,
     "pin": "off",
     "restart_limit": 1000,
+    "prestart": False,
 }
 
 
@@ -194,16 +195,15 @@ class Pair:
 
     def assert_whole(self, seconds: float = 5.0) -> None:
         """Both pools must become whole again."""
-        for end in (self.sender, self.receiver):
-            assert_whole(end, seconds)
+        assert_whole(self.sender, self.receiver, seconds=seconds)
 
 
-def assert_whole(connector: MoriTransferEngineConnector, seconds: float = 5.0) -> None:
-    """Nothing published, nothing allocated, nothing quarantined."""
+def assert_whole(*connectors: MoriTransferEngineConnector, seconds: float = 5.0) -> None:
+    """Wait until in all of them nothing is published, allocated or quarantined."""
 
-    def whole() -> bool:
+    def whole(connector: MoriTransferEngineConnector) -> bool:
+        senders = connector.receiver.report()["senders"]  # takes in what has come, as the next get() would
         connector.reap_consumed()
-        senders = connector.receiver.report()["senders"]
         return (
             connector.publisher.outstanding == 0
             and connector.slots.stats()["used_bytes"] == 0
@@ -211,9 +211,15 @@ def assert_whole(connector: MoriTransferEngineConnector, seconds: float = 5.0) -
         )
 
     try:
-        eventually(whole, "pool whole again", seconds)
+        eventually(lambda: all([whole(connector) for connector in connectors]), "pools whole again", seconds)
     except AssertionError:
-        raise AssertionError(f"pool not whole: {connector.health()}") from None
+        stories = [
+            f"stage {connector.stage_id}: published {[(m.key, m.size) for m in connector.publisher.replay()]}, "
+            f"slots {connector.slots.stats()}, receiver {connector.receiver.report()}, "
+            f"sender {connector.health().get('sender')}"
+            for connector in connectors
+        ]
+        raise AssertionError("not whole:\n" + "\n".join(stories)) from None
 
 
 def pattern(size: int, seed: int = 0) -> bytes:

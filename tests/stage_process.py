@@ -1,6 +1,6 @@
-"""A stage with one connector, as a program: commands on standard input, answers on standard output, JSON lines.
+"""A stage with one connector, as a program: JSON lines in (commands) and out (answers).
 
-    {"op": "put", "key": ..., "size": ..., "seed": ...}   -> put()'s result; the payload is pattern(size, seed)
+    {"op": "put", "key": ..., "size": ..., "seed": ...}   -> put()'s result, of pattern(size, seed)
     {"op": "hold", "key": ..., "metadata": ...}           -> size of a payload that is got and kept
     {"op": "digest"}                                      -> SHA-256 of everything that is held
     {"op": "release"}                                     -> number of payloads let go

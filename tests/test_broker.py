@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -11,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mori_mp.shared import wire
-from mori_mp.shared.board import RECORD_BYTES, LeaseBoard
+from mori_mp.shared.claims import Claims
 from mori_mp.shared.messages import Job, Publish
-from mori_mp.shared.pool import BLOCK
+from mori_mp.shared.pool import BLOCK, Pool
 from mori_mp.workers.broker import MAX_PARKED, MAX_WRITES, Broker, Identity, Limits
 from mori_mp.workers.sessions import MAX_CREDIT_BYTES
 
@@ -33,21 +36,24 @@ RECEIVER, OTHER = b"\x00\x00\x00\x00\x01", b"\x00\x00\x00\x00\x02"
 class Rig:
     """A broker over a pool of its own, with what it owes taken apart for the tests."""
 
-    def __init__(self, *, incarnation: int = 1, lend: bool = True, memory: bytearray | None = None) -> None:
-        self.pool = memory if memory is not None else bytearray(BLOCKS * (BLOCK + RECORD_BYTES))
-        view = memoryview(self.pool)
-        self.board = LeaseBoard(view[BLOCKS * BLOCK :])
+    def __init__(self, *, incarnation: int = 1, lend: bool = True, pool: Pool | None = None) -> None:
+        self.pool = pool if pool is not None else Pool.create(BLOCKS * BLOCK, "test")
+        self.board = self.pool.board
         us = Identity(EPOCH, incarnation, 4711, HOST, "shm", b"pool descriptor", lend)
-        self.broker = Broker(us, Limits(EAGER, TTL, PARK), self.board, lambda at, size: view[at : at + size])
+        limits = Limits(EAGER, TTL, PARK)
+        self.broker = Broker(us, limits, self.board, self.read, Claims(self.pool.fd))
         self.broker.dispatcher.add_worker("w", 1000)
         self.generations = itertools.count(1)
         self.now = 100.0
+
+    def read(self, offset: int, size: int) -> memoryview:
+        return self.pool.view[offset : offset + size]
 
     # -- the stage
     def publish(self, key: str = KEY, data: bytes = PAYLOAD, generation: int = 0, **more: Any) -> Publish:
         generation = generation or next(self.generations)
         offset = (generation % BLOCKS) * BLOCK
-        self.pool[offset : offset + len(data)] = data
+        self.pool.view[offset : offset + len(data)] = data
         message = Publish(key, generation, offset, len(data), True, **more)
         self.broker.publish(message, self.now)
         return message
@@ -100,8 +106,18 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Rig:
-    return Rig()
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.pool.close()
+
+
+@pytest.fixture
+def reader(rig: Rig) -> Iterator[Claims]:
+    """The claims of a process that has opened the pool for itself."""
+    fd = os.open(f"/proc/self/fd/{rig.pool.fd}", os.O_RDWR | os.O_CLOEXEC)
+    yield Claims(fd)
+    os.close(fd)
 
 
 def only(items: list[Any], kind: type | None = None) -> Any:
@@ -252,7 +268,7 @@ def test_hello_is_welcomed_and_told_what_is_there(rig: Rig) -> None:
     rig.publish("elsewhere@0_2")
     welcome, ready = rig.hello(corr=9)
     assert welcome == wire.Welcome(9, wire.VERSION, EPOCH, 1, 4711, HOST, "shm", b"pool descriptor")
-    assert ready == wire.Ready(KEY, message.generation, len(PAYLOAD), True, memoryview(b""))
+    assert ready == wire.Ready(KEY, message.generation, len(PAYLOAD), True, memoryview(b""), message.offset)
 
 
 @pytest.mark.parametrize(
@@ -268,11 +284,12 @@ def test_only_a_process_of_this_host_that_asks_gets_the_pool(rig: Rig, claims: d
     assert rig.entries()["published"] == 1
 
 
-def test_a_sender_that_does_not_lend_does_not() -> None:
-    rig = Rig(lend=False)
-    rig.publish()
-    assert rig.hello()[0].mem_desc == b""
-    assert only(rig.send(wire.Pull(2, KEY, 1, 0, True))).status == wire.REFUSED
+def test_a_sender_that_does_not_lend_does_not(rig: Rig) -> None:
+    stingy = Rig(lend=False, pool=rig.pool)
+    stingy.publish()
+    welcome, ready = stingy.hello()
+    assert (welcome.mem_desc, ready.offset) == (b"", -1)
+    assert only(stingy.send(wire.Pull(2, KEY, 1, 0, True))).status == wire.REFUSED
 
 
 def test_publication_is_announced_on_its_edge_only(rig: Rig) -> None:
@@ -424,6 +441,60 @@ def test_credit_is_not_what_a_receiver_may_wish_for(rig: Rig) -> None:
     assert session.credit == MAX_CREDIT_BYTES
 
 
+# -- offers --------------------------------------------------------------------------------------------
+
+
+def test_a_large_payload_is_offered_where_it_lies(rig: Rig) -> None:
+    rig.hello()
+    rig.heard(RECEIVER)
+    message = rig.publish()
+    assert only(rig.heard(RECEIVER), wire.Ready).offset == message.offset
+    assert rig.board.generation(message.offset // BLOCK) == message.generation
+    rig.send(wire.Settle([message.generation], [], EPOCH))
+    assert rig.freed() == [message.generation]
+    assert rig.board.generation(message.offset // BLOCK) == 0
+
+
+@pytest.mark.parametrize("end", ["consumed", "withdrawn", "expired", "replaced", "landed"])
+def test_an_offered_payload_is_not_freed_under_its_reader(rig: Rig, reader: Claims, end: str) -> None:
+    rig.hello()
+    message = rig.publish()
+    slot = message.offset // BLOCK
+    assert reader.take(slot)
+    if end == "consumed":
+        rig.send(wire.Settle([message.generation], [], EPOCH))
+    elif end == "withdrawn":
+        rig.broker.withdraw([message.generation], rig.now)
+    elif end == "expired":
+        rig.now += TTL
+        rig.broker.tick(rig.now)
+    elif end == "replaced":
+        rig.publish()
+    else:
+        rig.send(v1_pull(), OTHER)
+        rig.end(only(rig.jobs()))
+    rig.broker.tick(rig.now)
+    assert rig.freed() == []
+    reader.drop(slot)
+    rig.broker.tick(rig.now)
+    assert rig.freed() == [message.generation]
+    assert reader.take(slot)  # nobody keeps it locked
+    assert rig.board.generation(slot) != message.generation
+
+
+def test_a_claim_made_under_the_predecessor_holds(rig: Rig, reader: Claims) -> None:
+    rig.hello()
+    message = rig.publish()
+    assert reader.take(message.offset // BLOCK)
+    new = successor(rig)
+    new.broker.publish(msgspec.structs.replace(message, replayed=True), new.now)
+    new.broker.withdraw([message.generation], new.now)
+    assert new.freed() == []
+    reader.drop(message.offset // BLOCK)
+    new.broker.tick(new.now)
+    assert new.freed() == [message.generation]
+
+
 # -- audit ---------------------------------------------------------------------------------------------
 
 
@@ -556,6 +627,19 @@ def test_the_last_words_of_a_dead_worker_do_not_end_the_write_of_its_successor(r
     rig.broker.write_ended(job.write_id, "", rig.now, "w2")
     assert rig.heard(RECEIVER) == [b"trans_done"]
     assert rig.freed() == [message.generation]
+
+
+def test_a_write_that_is_given_up_over_a_new_socket_is_answered_when_it_ends(rig: Rig) -> None:
+    """Else the receiver would hand out the slot while the write is under way."""
+    rig.hello(epoch="same")
+    rig.publish()
+    rig.send(wire.Pull(5, KEY, len(PAYLOAD), 0, False))
+    rig.broker.unreachable(RECEIVER)
+    rig.hello(OTHER, epoch="same")
+    rig.heard(OTHER)
+    assert rig.send(wire.Abandon([5]), OTHER) == []
+    rig.end(only(rig.jobs()))
+    assert only(rig.heard(OTHER), wire.Done).corr == 5
 
 
 # -- pulls that were given up --------------------------------------------------------------------------
@@ -713,7 +797,7 @@ def test_a_lent_payload_outlives_its_end(rig: Rig, end: str) -> None:
 
 def successor(rig: Rig) -> Rig:
     """A new control process over the same pool."""
-    new = Rig(incarnation=2, memory=rig.pool)
+    new = Rig(incarnation=2, pool=rig.pool)
     new.now = rig.now
     return new
 
@@ -848,7 +932,7 @@ VALID = [
 
 def snapshot(rig: Rig) -> Any:
     stats = rig.broker.ledger.stats(rig.now)
-    return stats["entries"], stats["bytes"], stats["writes"], bytes(rig.pool)
+    return stats["entries"], stats["bytes"], stats["writes"], zlib.crc32(rig.pool.view)
 
 
 @given(
@@ -861,6 +945,11 @@ def test_garbage_neither_raises_nor_touches_the_ledger(damages: list[tuple[bytes
     rig.hello()
     rig.publish()
     rig.publish("small@0_1", SMALL)
+    try_all(rig, damages)
+    rig.pool.close()
+
+
+def try_all(rig: Rig, damages: list[tuple[bytes, int, bytes]]) -> None:
     for valid, at, junk in damages:
         at %= len(valid)
         payload = valid[:at] + junk + valid[at + len(junk) :]
@@ -985,3 +1074,4 @@ def test_any_sequence_of_well_formed_events_is_survived_and_frees_everything_onc
         rig.broker.unreachable(identity)
     rig.broker.tick(rig.now + 1000)
     assert len(rig.broker.peers) == 0
+    rig.pool.close()

@@ -34,8 +34,8 @@ WAYS = {
 
 @pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS)
 def shared_pair(request: pytest.FixtureRequest, module_factory: Factory) -> Iterator[Pair]:
-    """A pair for each delivery; park_seconds long enough for a busy machine."""
-    pair = module_factory.pair(worker_mode="thread", park_seconds=5.0, **request.param)
+    """A pair for each delivery; its pools must be whole again when all its tests are over."""
+    pair = module_factory.pair(worker_mode="thread", **request.param)
     yield pair
     pair.assert_whole()
     module_factory.close()
@@ -113,21 +113,23 @@ def test_delivered_once(shared_pair: Pair) -> None:
     assert shared_pair.wait_bytes(KEY) == b"again"
 
 
-def test_pull_that_overtakes_its_put_is_parked(shared_pair: Pair) -> None:
-    port = shared_pair.sender.zmq_port
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_pull_that_overtakes_its_put_is_parked(make_connector: Factory, way: dict[str, Any]) -> None:
+    pair = make_connector.pair(worker_mode="thread", park_seconds=20.0, **way)
     metadata = {
         "source_host": "127.0.0.1",
-        "source_port": port,
+        "source_port": pair.sender.zmq_port,
         "data_size": 7000,
         "is_fast_path": True,
     }
-    got = Background(lambda: shared_pair.get("early", metadata))
-    eventually(lambda: sender_report(shared_pair)["parked"] == 1, "pull parked")
+    got = Background(lambda: pair.get("early", metadata))
+    eventually(lambda: sender_report(pair)["parked"] == 1, "pull parked")
     assert not got.done
-    shared_pair.put("early", pattern(7000))
+    pair.put("early", pattern(7000))
     buffer, _ = got.result()
     with buffer:
         assert buffer.to_bytes() == pattern(7000)
+    pair.assert_whole()
 
 
 def test_pull_is_not_parked_for_ever(make_connector: Factory) -> None:
@@ -305,8 +307,7 @@ def test_two_receivers_in_one_process(make_connector: Factory) -> None:
     assert second.get("0", "1", KEY, metadata) is None
     buffer.release()
     assert second.get("0", "1", KEY, metadata) is None
-    for end in (pair.sender, pair.receiver, second):
-        assert_whole(end)
+    assert_whole(pair.sender, pair.receiver, second)
 
 
 # ------------------------------------------------------------------------- abandon_get
@@ -345,16 +346,19 @@ def test_cleanup_on_one_edge(shared_pair: Pair) -> None:
     assert shared_pair.wait_bytes("c") == b"for 1"
 
 
-@pytest.mark.parametrize("how", ["every edge", "internal key", "one edge"])
-def test_cleanup_makes_a_payload_unavailable(shared_pair: Pair, how: str) -> None:
-    metadata = shared_pair.put("gone", pattern(3000))
-    eventually(lambda: shared_pair.get("other") is None and len(_link(shared_pair).mailbox), "noticed")
-    arguments = {"every edge": ("gone",), "internal key": ("gone@0_1",), "one edge": ("gone", "0", "1")}
-    shared_pair.sender.cleanup(*arguments[how])
-    shared_pair.assert_whole()
-    assert shared_pair.get("gone") is None
-    deadline = time.monotonic() + 0.1
-    assert shared_pair.receiver.get_with_deadline("0", "1", "gone", metadata, deadline=deadline) is None
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_cleanup_makes_a_payload_unavailable(make_connector: Factory, way: dict[str, Any]) -> None:
+    pair = make_connector.pair(worker_mode="thread", **way)
+    for arguments in (("gone",), ("gone@0_1",), ("gone", "0", "1")):
+        metadata = pair.put("gone", pattern(3000))
+        eventually(lambda: pair.get("other") is None and len(_link(pair).mailbox), "noticed")
+        pair.sender.cleanup(*arguments)
+        pair.assert_whole()
+        eventually(lambda: pair.get("other") is None and not len(_link(pair).mailbox), "notice withdrawn")
+        assert pair.get("gone") is None
+        deadline = time.monotonic() + 0.05
+        assert pair.receiver.get_with_deadline("0", "1", "gone", metadata, deadline=deadline) is None
+    pair.assert_whole()
 
 
 def test_cleanup_of_the_unknown_and_with_half_an_edge(shared_pair: Pair) -> None:
@@ -413,9 +417,7 @@ def test_expired_payload(make_connector: Factory, delivery: str) -> None:
 
 
 def test_ttl_does_not_end_a_lease(make_connector: Factory) -> None:
-    pair = make_connector.pair(
-        worker_mode="thread", eager_bytes=0, delivery="lease", buffer_ttl_seconds=0.2
-    )
+    pair = make_connector.pair(worker_mode="thread", eager_bytes=0, delivery="lease", buffer_ttl_seconds=0.2)
     pair.put(KEY, pattern(5000, 1))
     buffer, _ = pair.wait(KEY)
     eventually(lambda: sender_report(pair)["ledger"]["entries"]["draining"] == 1, "expired while read")

@@ -179,8 +179,7 @@ def test_chain_of_three_stages_in_one_process(make_connector: Factory, free_port
         assert found is not None
         with found[0] as buffer:
             assert buffer.to_bytes() == payload
-    for connector in (thinker, talker, vocoder):
-        assert_whole(connector)
+    assert_whole(thinker, talker, vocoder)
 
 
 # ---------------------------------------------------------------------------- addresses

@@ -13,22 +13,20 @@ import zipfile
 from collections.abc import Iterator
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import mori_mp
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {
-    "mori_mp": ROOT / "mori_mp",
-    "mori_mp.workers": ROOT / "workers",
-    "mori_mp.shared": ROOT / "shared",
-}
+FOLDERS = {"mori_mp": "mori_mp", "mori_mp.workers": "workers", "mori_mp.shared": "shared"}
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    """Every module of the tree, by the name that it installs under."""
-    for package, folder in FOLDERS.items():
+def modules(root: Path) -> Iterator[tuple[str, Path]]:
+    """Every module of a tree, by the name that it installs under."""
+    for package, name in FOLDERS.items():
+        folder = root / name
         for path in sorted(folder.rglob("*.py")):
             inner = path.relative_to(folder)
             if package == "mori_mp" and inner.parts[0] in ("workers", "shared"):
@@ -37,7 +35,7 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield dotted.removesuffix(".__init__"), path
 
 
-MODULES = dict(modules())
+MODULES = dict(modules(ROOT))
 
 
 def run_python(*arguments: str, cwd: Path, path: Path | None = None) -> str:
@@ -59,9 +57,16 @@ def run_python(*arguments: str, cwd: Path, path: Path | None = None) -> str:
 
 
 # ------------------------------------------------------------------------------ building
+class Dist(NamedTuple):
+    """A copy of the tree, and the folder with the sdist and the wheel that were built from it."""
+
+    tree: Path
+    out: Path
+
+
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from the sdist's contents."""
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Dist:
+    """The sdist, and the wheel that was built from the sdist's contents."""
     out, tree = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("tree")
     # A copy, links and all, because a build leaves files in the tree.
     for name in ("mori_mp", "workers", "shared", "scripts"):
@@ -71,12 +76,12 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree)]
     result = subprocess.run(build, capture_output=True, text=True, timeout=110, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    return out
+    return Dist(tree, out)
 
 
 @pytest.fixture(scope="module")
-def wheel(dist: Path) -> Path:
-    (found,) = dist.glob("mori_mp-*.whl")
+def wheel(dist: Dist) -> Path:
+    (found,) = dist.out.glob("mori_mp-*.whl")
     return found
 
 
@@ -107,9 +112,9 @@ def test_the_wheel_has_one_top_level_package(wheel: Path) -> None:
 
 
 @pytest.mark.xdist_group("packaging")
-def test_the_wheel_has_every_module_of_the_tree_and_no_other(wheel: Path) -> None:
+def test_the_wheel_has_every_module_of_the_tree_and_no_other(dist: Dist, wheel: Path) -> None:
     expected = set()
-    for dotted, path in MODULES.items():
+    for dotted, path in modules(dist.tree):
         name = dotted.replace(".", "/")
         expected.add(f"{name}/__init__.py" if path.name == "__init__.py" else f"{name}.py")
     assert {name for name in names(wheel) if name.endswith(".py")} == expected
@@ -121,17 +126,19 @@ def test_the_wheel_has_the_rest(wheel: Path) -> None:
     (info,) = {name.partition("/")[0] for name in names(wheel) if ".dist-info/" in name}
     assert {"mori_mp/py.typed", f"{data}/scripts/pin_topology.sh", f"{info}/licenses/LICENSE"} <= names(wheel)
     with zipfile.ZipFile(wheel) as archive:
-        assert b"mori-mp = mori_mp.cli:main" in archive.read(f"{info}/entry_points.txt")
+        entry_points = archive.read(f"{info}/entry_points.txt").decode()
+    assert "[console_scripts]\nmori-mp = mori_mp.cli:main\n" in entry_points
+    assert "[vllm.general_plugins]\nmori_mp = mori_mp.vllm_omni.plugin:register\n" in entry_points
 
 
 @pytest.mark.xdist_group("packaging")
-def test_a_wheel_can_be_built_from_the_sdist_alone(dist: Path) -> None:
+def test_a_wheel_can_be_built_from_the_sdist_alone(dist: Dist) -> None:
     # `build` made the wheel of this fixture from the sdist, so what is missing here is missing there.
-    (sdist,) = dist.glob("mori_mp-*.tar.gz")
+    (sdist,) = dist.out.glob("mori_mp-*.tar.gz")
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "scripts/pin_topology.sh"} <= files
-    missing = {str(path.relative_to(ROOT)) for path in MODULES.values()} - files
+    missing = {str(path.relative_to(dist.tree)) for _, path in modules(dist.tree)} - files
     assert missing == set()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -25,6 +25,8 @@ from mori_mp.shared import wire
 
 pytestmark = pytest.mark.xdist_group("wire_v1")
 
+MakeV1 = Callable[[int], V1Client]
+
 
 # ------------------------------------------------------------------------- our sender
 @pytest.fixture(scope="module")
@@ -33,10 +35,8 @@ def shared_sender(module_factory: Factory) -> MoriTransferEngineConnector:
 
 
 @pytest.fixture
-def client(shared_sender: MoriTransferEngineConnector) -> Iterator[V1Client]:
-    client = V1Client(shared_sender.zmq_port or 0)
-    yield client
-    client.close()
+def client(shared_sender: MoriTransferEngineConnector, v1_client: MakeV1) -> V1Client:
+    return v1_client(shared_sender.zmq_port or 0)
 
 
 def put(sender: MoriTransferEngineConnector, key: str, data: object) -> None:
@@ -95,15 +95,14 @@ def test_pull_of_what_is_not_there_is_parked_then_refused(
     assert client.query("never@0_1") is None
 
 
-def test_pull_that_overtakes_its_put(make_connector: Factory) -> None:
+def test_pull_that_overtakes_its_put(make_connector: Factory, v1_client: MakeV1) -> None:
     sender = make_connector.sender(park_seconds=10.0, worker_mode="thread")
-    client = V1Client(sender.zmq_port or 0)
+    client = v1_client(sender.zmq_port or 0)
     pulling = Background(lambda: client.pull("e@0_1", 3000))
     eventually(lambda: sender.health()["sender"]["parked"] == 1, "parked")
     put(sender, "e", pattern(3000))
     assert pulling.result() == b"trans_done"
     assert client.bytes_at(0, 3000) == pattern(3000)
-    client.close()
 
 
 UNDECODABLE = {
@@ -176,8 +175,8 @@ def test_additional_fields_are_ignored(shared_sender: MoriTransferEngineConnecto
     assert client.pull("f@0_1", 100, tensor_parallel_rank=3) == b"trans_done"
 
 
-def test_two_clients_pull_one_payload(shared_sender: MoriTransferEngineConnector) -> None:
-    one, two = V1Client(shared_sender.zmq_port or 0), V1Client(shared_sender.zmq_port or 0)
+def test_two_clients_pull_one_payload(shared_sender: MoriTransferEngineConnector, v1_client: MakeV1) -> None:
+    one, two = v1_client(shared_sender.zmq_port or 0), v1_client(shared_sender.zmq_port or 0)
     for number in range(10):
         put(shared_sender, f"t{number}", pattern(5000, number))
         pulls = [Background(lambda c=c, n=number: c.pull(f"t{n}@0_1", 5000)) for c in (one, two)]
@@ -186,8 +185,6 @@ def test_two_clients_pull_one_payload(shared_sender: MoriTransferEngineConnector
         for client, reply in zip((one, two), replies, strict=True):
             if reply == b"trans_done":
                 assert client.bytes_at(0, 5000) == pattern(5000, number)
-    one.close()
-    two.close()
     assert_whole(shared_sender)
 
 
@@ -361,10 +358,10 @@ def test_the_messages_are_those_of_the_in_tree_class() -> None:
     assert wire.INFO_NOT_FOUND == b"info_not_found"
 
 
-def test_worker_that_dies_in_a_v1_pull(make_connector: Factory) -> None:
+def test_worker_that_dies_in_a_v1_pull(make_connector: Factory, v1_client: MakeV1) -> None:
     """The job goes to its successor and the client, which knows nothing of it, gets its payload."""
     sender = make_connector.sender()
-    client = V1Client(sender.zmq_port or 0)
+    client = v1_client(sender.zmq_port or 0)
     put(sender, "warm", b"x")
     assert client.pull("warm@0_1", 1) == b"trans_done"
     (worker,) = worker_pids(sender)
@@ -378,5 +375,4 @@ def test_worker_that_dies_in_a_v1_pull(make_connector: Factory) -> None:
         os.kill(worker, signal.SIGKILL)
         assert pulling.result() == b"trans_done"
     assert client.bytes_at(0, 5000) == pattern(5000)
-    client.close()
     assert_whole(sender)

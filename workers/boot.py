@@ -8,6 +8,7 @@ with the set-up, and start-up is faster without.
 
 import json
 import os
+import signal
 import sys
 
 LIFELINE_FD = 0
@@ -26,6 +27,7 @@ def read_line(fd: int) -> bytes:
 
 def main() -> None:
     """Read the set-up, pin, fix the module path, run the role."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a dump, and a child may be too young to make one
     del sys.path[0]  # this script's folder: its modules are mori_mp.workers.*, nothing else
     line = read_line(LIFELINE_FD)
     setup = json.loads(line)

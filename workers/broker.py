@@ -8,7 +8,9 @@ The shell (`mori_mp.workers.control`) feeds it decoded events, then carries out 
 A payload reaches a receiver in one of three ways, and leaves the ledger by the same one:
 
     eager    its bytes ride in the Ready notice; Settle(consumed) ends it
-    lease    the receiver reads the pool in place; Settle(released), the board or the holder's death ends it
+    offer    the Ready notice says where it lies, and the receiver reads it in place under a claim;
+             Settle(consumed) ends it, and the memory is free when no claim is left
+    lease    the same on request; Settle(released), the board or the holder's death ends it
     landing  a worker writes it into the receiver's slot; the end of the last write ends it
 """
 
@@ -21,11 +23,16 @@ from typing import Any, NamedTuple
 
 from mori_mp.shared import wire
 from mori_mp.shared.board import LeaseBoard
+from mori_mp.shared.claims import Claims
 from mori_mp.shared.errors import WireError
+from mori_mp.shared.faults import Faults
+from mori_mp.shared.lane import MAX_EAGER_PACKET, is_lane
 from mori_mp.shared.messages import Job, Publish
 from mori_mp.shared.pool import BLOCK
 from mori_mp.workers.dispatch import Dispatcher
 from mori_mp.workers.ledger import Action, Entry, Freed, Gone, LeaseReply, Ledger
+from mori_mp.workers.ledger_table import Reason
+from mori_mp.workers.meters import SenderMeters
 from mori_mp.workers.peers import Peers
 from mori_mp.workers.sessions import Session, Sessions
 
@@ -46,6 +53,7 @@ class Identity(NamedTuple):
     engine: str
     mem_desc: bytes
     lend: bool
+    lane: str = ""
 
 
 class Limits(NamedTuple):
@@ -58,6 +66,7 @@ class Limits(NamedTuple):
 
 class _Parked(NamedTuple):
     identity: bytes
+    epoch: str | None  # of the receiver; None: a v1 peer
     request: wire.Pull | wire.PullRequest
     deadline: float
 
@@ -67,15 +76,26 @@ class _Write(NamedTuple):
     corr: int | None  # None: a v1 peer, which gets a bare word
     entry: Entry
     peer: int
+    epoch: str | None  # of the receiver; None: a v1 peer
+    since: float  # when the pull came
 
 
 class Broker:
     """See the module's docstring. Times are monotonic seconds, sizes and offsets bytes."""
 
     def __init__(
-        self, us: Identity, limits: Limits, board: LeaseBoard, read: Callable[[int, int], memoryview]
+        self,
+        us: Identity,
+        limits: Limits,
+        board: LeaseBoard,
+        read: Callable[[int, int], memoryview],
+        claims: Claims,
+        meters: SenderMeters | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.us = us
+        self.meters = meters if meters is not None else SenderMeters()
+        self.faults = faults if faults is not None else Faults("control")
         self.limits = limits
         self.ledger = Ledger()
         self.sessions = Sessions()
@@ -83,6 +103,9 @@ class Broker:
         self.peers = Peers()
         self._board = board
         self._read = read
+        self._claims = claims
+        self._offered: set[int] = set()  # generations that someone may have claimed
+        self._claimed: dict[int, int] = {}  # generations done with but for a claim -> slot
         self._parked: dict[str, deque[_Parked]] = {}
         self._parked_count = 0
         self._parking_ends: deque[tuple[float, str]] = deque()  # (deadline, key), also of pulls served since
@@ -98,6 +121,8 @@ class Broker:
         """A payload is in the pool; also replayed to us after a predecessor's death."""
         slot = message.offset // BLOCK
         lessee = self._board.lessee(slot, message.generation) if message.replayed else 0
+        if message.replayed and self.us.lend:
+            self._offered.add(message.generation)  # by our predecessor
         actions = self.ledger.publish(
             message.key,
             message.generation,
@@ -113,6 +138,8 @@ class Broker:
             actions += self.ledger.release(message.generation, lessee)
         elif lessee:
             self.watch.add(lessee)
+        if message.put_us:
+            self.meters.published(message, now)
         self._apply(actions, now)
 
     def withdraw(self, generations: Iterable[int], now: float) -> None:
@@ -126,9 +153,8 @@ class Broker:
         try:
             message = wire.decode_request(payload)
         except WireError as exc:
-            count = self.counters["bad_requests"] = self.counters["bad_requests"] + 1
-            if count <= _LOGGED_BAD_REQUESTS or count % 1000 == 0:
-                logger.warning("refused bad request number %d: %s", count, exc)
+            self.counters["bad_requests"] += 1
+            self.fault("bad_request", f"refused a bad request: {exc}", peer=identity, level=logging.WARNING)
             self._reply_v1(identity, wire.TRANS_ERROR)
             return
         if isinstance(message, wire.Pull):
@@ -158,6 +184,9 @@ class Broker:
     def holder_gone(self, pid: int, now: float) -> None:
         """A process that held leases has exited."""
         self.watch.discard(pid)
+        if self.ledger.holds(pid):
+            text = f"process {pid} has ended without releasing what it read in place"
+            self.faults.report(logger, "holder_died", text, peer=f"pid {pid}", level=logging.WARNING)
         self._apply(self.ledger.holder_gone(pid), now)
         for session in self.sessions.of_process(pid, self.us.host_id):
             self.unreachable(session.identity)
@@ -168,8 +197,7 @@ class Broker:
             session.peer = self.peers.hold(hello.engine_desc, hello.mem_desc)
         for old in ended:
             self._end(old)
-            if old.epoch == session.epoch and old.identity != identity:
-                self._readdress(old.identity, identity)
+        self._readdress(hello.epoch, identity)
         us = self.us
         self._send(
             identity,
@@ -182,6 +210,7 @@ class Broker:
                 us.host_id,
                 us.engine,
                 us.mem_desc if self._may_lend(session) else b"",
+                us.lane if session.host_id == us.host_id else "",
             ),
         )
         alone = {edge: len(self.sessions.on_edge(edge)) == 1 for edge in session.edges}
@@ -190,23 +219,26 @@ class Broker:
             if edge in alone:
                 self._ready(session, entry, alone=alone[edge])
 
-    def _readdress(self, old: bytes, new: bytes) -> None:
-        """A receiver has another socket now: that is where it waits for its answers."""
+    def _readdress(self, epoch: str, identity: bytes) -> None:
+        """Have what a receiver still waits for sent to the socket that it has now."""
         for write_id, write in self._writes.items():
-            if write.identity == old:
-                self._writes[write_id] = write._replace(identity=new)
-        for key, queue in self._parked.items():
-            self._parked[key] = deque(p._replace(identity=new) if p.identity == old else p for p in queue)
+            if write.epoch == epoch:
+                self._writes[write_id] = write._replace(identity=identity)
+        for queue in self._parked.values():
+            for at, parked in enumerate(queue):
+                if parked.epoch == epoch:
+                    queue[at] = parked._replace(identity=identity)
 
     def _abandon(self, identity: bytes, abandon: wire.Abandon) -> None:
         """Drop the parked ones of these pulls, and answer all that are not being written."""
-        if self.sessions.get(identity) is None:
+        session = self.sessions.get(identity)
+        if session is None:
             self._send(identity, wire.Stranger(0))
             return
-        under_way = {write.corr for write in self._writes.values() if write.identity == identity}
+        under_way = {write.corr for write in self._writes.values() if write.epoch == session.epoch}
         given_up = set(abandon.pulls) - under_way
         for key, queue in list(self._parked.items()):
-            kept = deque(p for p in queue if p.identity != identity or _corr(p.request) not in given_up)
+            kept = deque(p for p in queue if p.epoch != session.epoch or _corr(p.request) not in given_up)
             self._parked_count -= len(queue) - len(kept)
             if kept:
                 self._parked[key] = kept
@@ -236,6 +268,12 @@ class Broker:
             return
         for generation in settle.consumed:
             session.give_credit(generation)
+            if generation in self._claimed:
+                self._reclaim(generation, self._claimed[generation])
+            if self.meters.export:
+                entry = self.ledger.find(generation)
+                if entry is not None:
+                    self.meters.asked_for(entry.key, entry.published_at, now)
             self._apply(self.ledger.consumed(generation), now)
         for generation in settle.released:
             self._apply(self.ledger.release(generation, session.pid), now)
@@ -262,11 +300,16 @@ class Broker:
             # Its own lease is visible to a holder that asks for it again, not for a landing write.
             entry = self.ledger.lookup(key, holder=session.pid if session and request.lease else None)
         if entry is None:
-            self._park(key, _Parked(identity, request, park_until))
-        elif isinstance(request, wire.Pull) and request.lease:
-            self._lend(identity, request, entry)
+            epoch = session.epoch if session is not None else None
+            self._park(key, _Parked(identity, epoch, request, park_until))
+            return
+        since = park_until - self.limits.park_seconds
+        if self.meters.export:
+            self.meters.asked_for(key, entry.published_at, since)
+        if isinstance(request, wire.Pull) and request.lease:
+            self._lend(identity, request, entry, since)
         else:
-            self._land(identity, request, entry)
+            self._land(identity, request, entry, since)
 
     def _park(self, key: str, parked: _Parked) -> None:
         if self._parked_count >= MAX_PARKED:
@@ -280,51 +323,65 @@ class Broker:
         self.counters["parked"] += 1
 
     # --------------------------------------------------------------------- deliveries
-    def _lend(self, identity: bytes, request: wire.Pull, entry: Entry) -> None:
+    def _lend(self, identity: bytes, request: wire.Pull, entry: Entry, since: float) -> None:
         session = self.sessions.get(identity)
         if session is None or not self._may_lend(session):
-            self._done(identity, request.corr, wire.REFUSED, "this sender lends only to its own host")
+            text = "this sender lends only to its own host"
+            self.fault("pull_refused", f"refused a lease: {text}", key=entry.key, peer=identity)
+            self._done(identity, request.corr, wire.REFUSED, text)
             return
         if self.ledger.grant_lease(entry.generation, session.pid) is not LeaseReply.GRANTED:
-            self._done(identity, request.corr, wire.BUSY, f"{entry.key!r} is being delivered elsewhere")
+            text = f"{entry.key!r} is being delivered elsewhere"
+            self.fault("pull_refused", f"refused a lease: {text}", key=entry.key, peer=identity)
+            self._done(identity, request.corr, wire.BUSY, text)
             return
         self._board.grant(entry.slot, entry.generation, session.pid)
         self.watch.add(session.pid)
         self.counters["lent"] += 1
+        self.meters.replying(entry.key, entry.generation, entry.size, since, since)
         self._done(identity, request.corr, "", "", entry)
 
-    def _land(self, identity: bytes, request: wire.Pull | wire.PullRequest, entry: Entry) -> None:
+    def _land(
+        self, identity: bytes, request: wire.Pull | wire.PullRequest, entry: Entry, since: float
+    ) -> None:
         corr = _corr(request)
+
+        def refuse(status: str, message: str) -> None:
+            self.fault("pull_refused", f"refused a pull: {message}", key=entry.key, peer=identity)
+            self._answer(identity, corr, status, message, entry)
+
         if request.length != entry.size:
-            logger.error(
-                "refused a pull of %r: receiver asks for %d bytes, the payload has %d",
-                entry.key,
-                request.length,
-                entry.size,
-            )
-            self._answer(identity, corr, wire.LENGTH, f"the payload has {entry.size} bytes", entry)
+            refuse(wire.LENGTH, f"the payload has {entry.size} bytes, {request.length} were asked for")
             return
+        session = None
         if isinstance(request, wire.PullRequest):
             peer: int | None = self.peers.lookup(request.engine_desc_packed, request.mem_desc_packed)
         else:
             session = self.sessions.get(identity)
             peer = session.peer if session is not None else None
         if peer is None:
-            self._answer(
-                identity, corr, wire.REFUSED, "the receiver's Hello named no memory to land in", entry
-            )
+            refuse(wire.REFUSED, "the receiver's Hello named no memory to land in")
             return
         if entry.writes >= MAX_WRITES:
-            self._answer(identity, corr, wire.BUSY, f"{MAX_WRITES} writes of it are under way", entry)
+            refuse(wire.BUSY, f"{MAX_WRITES} writes of it are under way")
             return
         write_id, self._next_write = self._next_write, self._next_write + 1
         self.ledger.start_write(entry.generation, write_id)
         self.peers.begin(peer)
-        self._writes[write_id] = _Write(identity, corr, entry, peer)
+        epoch = session.epoch if session is not None else None
+        self._writes[write_id] = _Write(identity, corr, entry, peer, epoch, since)
         self.dispatcher.submit(Job(write_id, peer, [entry.offset], [request.dst_offset], [entry.size]))
 
-    def write_ended(self, write_id: int, error: str, now: float, worker: str | None = None) -> None:
-        """A worker has finished a job, or (worker None) nobody can.
+    def dispatched(self, write_id: int, now: float) -> None:
+        """A worker has been given a job; told only while there is a trace."""
+        write = self._writes.get(write_id)
+        if write is not None:
+            self.meters.dispatched(write_id, write.entry.key, write.entry.generation, write.since, now)
+
+    def write_ended(
+        self, write_id: int, error: str, now: float, worker: str | None = None, microseconds: int = 0
+    ) -> None:
+        """A worker has finished a job, in so many microseconds, or (worker None) nobody can.
 
         The last words of a worker whose jobs went to another one mean nothing: the other one writes now.
         """
@@ -338,9 +395,13 @@ class Broker:
         entry = write.entry
         if error:
             self.counters["failed_writes"] += 1
-            logger.error("write of %r (%d bytes) failed, kept for retry: %s", entry.key, entry.size, error)
+            self.meters.write_failed(entry.key)
+            text = f"write of {entry.size} bytes failed, the payload is kept for a retry: {error}"
+            self.fault("write_failed", text, key=entry.key, peer=write.identity)
         else:
             self.counters["landed"] += 1
+            self.meters.wrote(entry.key, microseconds)
+            self.meters.replying(entry.key, entry.generation, entry.size, write.since, now)
         self._answer(write.identity, write.corr, wire.FAILED if error else "", error, entry)
         self._apply(self.ledger.finish_write(write_id, not error), now)
 
@@ -351,6 +412,8 @@ class Broker:
         for entry in self.ledger.leased():
             if self._board.was_released(entry.slot, entry.generation):
                 self._apply(self.ledger.release(entry.generation, entry.holder or 0), now)
+        for generation, slot in list(self._claimed.items()):
+            self._reclaim(generation, slot)
         self.peers.forget_idle(now)
         self.unpark(now)
 
@@ -374,15 +437,32 @@ class Broker:
     def _apply(self, actions: Iterable[Action], now: float) -> None:
         for action in actions:
             if isinstance(action, Freed):
-                self.freed.append(action.generation)
+                if action.generation in self._offered:
+                    self._reclaim(action.generation, action.slot)
+                else:
+                    self.freed.append(action.generation)
                 for session in self.sessions:
                     session.give_credit(action.generation)
             elif isinstance(action, Gone):
+                if action.reason is Reason.EXPIRED:
+                    text = f"nobody fetched it within {self.limits.ttl_seconds:g} s"
+                    self.faults.report(logger, "expired", text, key=action.key, level=logging.WARNING)
                 notice = wire.encode(wire.Gone(action.key, action.generation, str(action.reason.value)))
                 for session in self.sessions.on_edge(wire.edge_of(action.key)):
                     self.outbox.append((session.identity, [notice]))
             else:
                 self._visible(action.entry, now)
+
+    def _reclaim(self, generation: int, slot: int) -> None:
+        """Free an offered payload's memory, or remember to when its last reader has dropped its claim."""
+        if not self._claims.exclude(slot):
+            self._claimed[generation] = slot
+            return
+        self._board.clear(slot)
+        self._claims.drop(slot)
+        self._claimed.pop(generation, None)
+        self._offered.discard(generation)
+        self.freed.append(generation)
 
     def _visible(self, entry: Entry, now: float) -> None:
         queue = self._parked.pop(entry.key, None)
@@ -396,18 +476,22 @@ class Broker:
                 self._ready(session, entry, alone=len(listeners) == 1)
 
     def _ready(self, session: Session, entry: Entry, alone: bool) -> None:
-        """Notify one receiver, with the payload inside when that is allowed: small, alone, within credit."""
-        data = _NOTHING
-        if (
-            alone
-            and entry.size <= self.limits.eager_bytes
-            and session.take_credit(entry.generation, entry.size)
-        ):
+        """Notify one receiver: with a small payload inside, or where it lies, if nobody else listens."""
+        data, offset = _NOTHING, -1
+        eager = alone and entry.size <= self.limits.eager_bytes
+        if eager and is_lane(session.identity):
+            # A raw payload is handed out in a pool's memory anyway, and copying more costs more than a claim.
+            eager = entry.size <= MAX_EAGER_PACKET and not (entry.fast_path and self._may_lend(session))
+        if eager and session.take_credit(entry.generation, entry.size):
             data = self._read(entry.offset, entry.size)
             self.counters["eager"] += 1
-        self._send(
-            session.identity, wire.Ready(entry.key, entry.generation, entry.size, entry.fast_path, data)
-        )
+        elif alone and self._may_lend(session):
+            self._board.offer(entry.slot, entry.generation)
+            self._offered.add(entry.generation)
+            offset = entry.offset
+            self.counters["offered"] += 1
+        ready = wire.Ready(entry.key, entry.generation, entry.size, entry.fast_path, data, offset)
+        self._send(session.identity, ready)
 
     def _refuse(self, parked: _Parked, status: str, message: str) -> None:
         self.counters["refused"] += 1
@@ -441,6 +525,14 @@ class Broker:
     def _may_lend(self, session: Session) -> bool:
         return self.us.lend and session.lease and session.host_id == self.us.host_id and session.pid > 0
 
+    def fault(
+        self, cause: str, text: str, *, key: str = "", peer: bytes = b"", level: int = logging.ERROR
+    ) -> None:
+        """Note a fault; peer is the identity of the socket that has to do with it."""
+        session = self.sessions.peek(peer)
+        name = f"pid {session.pid}" if session is not None else f"socket {peer.hex()}"
+        self.faults.report(logger, cause, text, key=key, peer=name, level=level)
+
     def _end(self, session: Session) -> None:
         if session.peer is not None:
             self.peers.release(session.peer)
@@ -451,9 +543,12 @@ class Broker:
             "ledger": self.ledger.stats(now),
             "sessions": len(self.sessions),
             "parked": self._parked_count,
+            "claimed": len(self._claimed),
             "jobs_queued": self.dispatcher.queued,
             "jobs_under_way": self.dispatcher.under_way,
             "counters": dict(self.counters),
+            "edges": self.meters.report(),
+            "faults": self.faults.as_dict(),
         }
 
 
@@ -462,9 +557,9 @@ def _corr(request: wire.Pull | wire.PullRequest) -> int | None:
 
 
 _NOTHING = memoryview(b"")
-_LOGGED_BAD_REQUESTS = 20  # one by one; then every thousandth
 _COUNTERS = (
     "eager",
+    "offered",
     "lent",
     "landed",
     "failed_writes",

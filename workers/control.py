@@ -3,11 +3,13 @@
 One thread, one poll. What it listens to:
 
     ROUTER tcp://host:port     other stages' connectors (wire v1 and v2)
+    lanes                      the same, from receivers on this host
     hot socketpair             the stage: Publish, Withdraw
-    admin socketpair           the stage: HealthRequest, Shutdown
+    admin socketpair           the stage: HealthRequest, Shutdown, StageReport
     ROUTER ipc:// or inproc:// its transfer workers
     lifeline                   end of file: the stage is gone, so are we, within a second
     pidfds                     workers (restarted) and processes that hold leases (leases end)
+    health.sock, metrics port  operators and their tools (mori_mp.workers.observer)
 
 Nothing here ever waits for a peer: a message that cannot be sent now is dropped if it is a notice (a cache),
 and kept if it tells the stage that memory is free.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -30,15 +33,21 @@ import zmq
 
 from mori_mp.shared import messages, wire
 from mori_mp.shared.affinity import pin_self
+from mori_mp.shared.claims import Claims
 from mori_mp.shared.errors import MoriMPError
-from mori_mp.shared.messages import ControlSetup, HealthRequest, Publish, Shutdown
+from mori_mp.shared.lane import is_lane
+from mori_mp.shared.messages import ControlSetup, HealthRequest, Publish, Shutdown, StageReport
 from mori_mp.shared.pool import Pool, host_id
+from mori_mp.shared.procinfo import startup_line
 from mori_mp.shared.syscalls import try_send
 from mori_mp.shared.topology import format_cpulist
 from mori_mp.workers import childlog
 from mori_mp.workers.boot import LIFELINE_FD
 from mori_mp.workers.broker import Broker, Identity, Limits
 from mori_mp.workers.crew import Crew, ProcessLauncher, WorkerLauncher
+from mori_mp.workers.lanes import Lanes
+from mori_mp.workers.observer import Observer
+from mori_mp.workers.report import Child, worker_child
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +83,30 @@ class ControlLoop:
             engine=setup.engine,
             mem_desc=setup.mem_desc,
             lend=setup.lend,
+            lane=setup.lane_path,
         )
         limits = Limits(setup.eager_bytes, setup.ttl_seconds, setup.park_seconds)
-        self._broker = Broker(us, limits, pool.board, lambda at, size: pool.view[at : at + size])
-        self._crew = Crew(setup, self._broker.dispatcher, self._broker.peers, launcher)
+        self.observer = Observer(setup)
+        self._broker = Broker(
+            us,
+            limits,
+            pool.board,
+            lambda at, size: pool.view[at : at + size],
+            Claims(pool.fd),
+            self.observer.meters,
+            self.observer.faults,
+        )
+        self._lanes: Lanes | None = None
+        self._crew = Crew(
+            setup,
+            self._broker.dispatcher,
+            self._broker.peers,
+            launcher,
+            self.observer.faults,
+            self.observer.on_fault,
+        )
+        if self.observer.tracer is not None:
+            self._crew.on_dispatch = self._broker.dispatched
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._poller = zmq.Poller()
         self._holders: dict[int, int] = {}  # pid -> pidfd
@@ -99,18 +128,24 @@ class ControlLoop:
                 return
             next_tick = time.monotonic() + _TICK_SECONDS
             while self._running:
-                self._poll(min(next_tick, self._broker.next_deadline() or next_tick))
+                due = min(next_tick, self._broker.next_deadline() or next_tick, self.observer.deadline())
+                self._poll(due)
                 now = time.monotonic()
                 self._broker.unpark(now)
+                self.observer.tick(now)
                 if now >= next_tick:
                     next_tick = now + _TICK_SECONDS
                     self._broker.tick(now)
                     self._crew.check_overdue(now)
+                    self.observer.housekeep(now)
                 self._carry_out(now)
         finally:
             self._crew.stop()
             for pidfd in self._holders.values():
                 os.close(pidfd)
+            self.observer.close()
+            if self._lanes is not None:
+                self._lanes.close()
             router.close(_LINGER_MS)
             jobs.close(_LINGER_MS)
             self._hot.close()
@@ -136,11 +171,38 @@ class ControlLoop:
         self._on(self._hot.fileno(), self._from_stage)
         self._on(self._admin.fileno(), self._from_admin)
         self._on(self._lifeline, self._stage_gone)
+        self.observer.open(self._watch, self._off, self._ask_stage, self._report, self._children)
+        if setup.lane_path:
+            self._lanes = Lanes(
+                Path(setup.lane_path),
+                self._watch_lane,
+                self._off,
+                lambda identity, packet: self._broker.request(identity, packet, time.monotonic()),
+                self._broker.unreachable,
+            )
         self._crew.open(jobs, self._on, self._off, self._cannot_start)
+        logger.info(
+            startup_line(
+                "control",
+                engine=setup.engine,
+                device=setup.device,
+                cpus=pin_self(None),
+                endpoint=self._endpoint,
+                stage=setup.observing.stage_id,
+            )
+        )
 
     def _on(self, source: Any, handler: Callable[[], None]) -> None:
         self._handlers[source] = handler
         self._poller.register(source, zmq.POLLIN)
+
+    def _watch(self, fd: int, handler: Callable[[], None], writable: bool) -> None:
+        self._handlers[fd] = handler
+        self._poller.register(fd, zmq.POLLOUT if writable else zmq.POLLIN)
+
+    def _watch_lane(self, fd: int, handler: Callable[[], None], writable: bool) -> None:
+        self._handlers[fd] = handler
+        self._poller.register(fd, zmq.POLLIN | zmq.POLLOUT if writable else zmq.POLLIN)
 
     def _off(self, source: Any) -> None:
         if self._handlers.pop(source, None) is not None:
@@ -148,9 +210,7 @@ class ControlLoop:
 
     def _poll(self, deadline: float) -> None:
         timeout = max(0.0, deadline - time.monotonic())
-        for source, event in self._poller.poll(int(timeout * 1000) + 1):
-            if event & zmq.POLLOUT and not event & zmq.POLLIN:
-                continue  # the hot channel has room again: _carry_out sends
+        for source, _ in self._poller.poll(int(timeout * 1000) + 1):
             handler = self._handlers.get(source)
             if handler is not None:
                 handler()
@@ -171,12 +231,13 @@ class ControlLoop:
             except zmq.Again:
                 return
             if 2 <= len(frames) <= 3:
+                if len(frames) == 3:  # a v1 query is not parked: take in what was put before it was sent
+                    self._from_stage()
                 self._broker.request(frames[0], frames[-1], now)
             else:
                 self._broker.counters["bad_requests"] += 1
 
     def _from_stage(self) -> None:
-        now = time.monotonic()
         for _ in range(_DRAIN):
             try:
                 packet = self._hot.recv(messages.MAX_PACKET_BYTES)
@@ -186,6 +247,7 @@ class ControlLoop:
                 self._off(self._hot.fileno())
                 return
             message = messages.hot_to_control.decode(packet)
+            now = time.monotonic()
             if isinstance(message, Publish):
                 self._broker.publish(message, now)
             else:
@@ -199,6 +261,8 @@ class ControlLoop:
         message = messages.admin_to_control.decode(packet)
         if isinstance(message, HealthRequest):
             self._tell_stage(messages.Health(message.corr, self._report()))
+        elif isinstance(message, StageReport):
+            self.observer.stage_answered(message.report)
         elif isinstance(message, Shutdown):
             self._running = False
 
@@ -211,12 +275,15 @@ class ControlLoop:
                 return
             message = messages.from_worker.decode(body)
             if isinstance(message, messages.JobDone):
-                self._broker.write_ended(message.write_id, message.error, now, identity.decode())
+                self._broker.write_ended(
+                    message.write_id, message.error, now, identity.decode(), message.microseconds
+                )
             elif isinstance(message, messages.WorkerReady):
                 if self._crew.ready(identity.decode(), message) and self._crew.all_ready_once():
                     self._tell_stage(messages.Started(self._port, os.getpid()))
             elif isinstance(message, messages.WorkerFailed):
-                logger.error("transfer worker %d cannot start: %s", message.index, message.error)
+                text = f"transfer worker {message.index} cannot start: {message.error}"
+                self.observer.faults.report(logger, "worker_failed", text)
                 if not self._crew.announced:
                     self._cannot_start(message.error)
             else:
@@ -238,15 +305,21 @@ class ControlLoop:
         for error in self._crew.dispatch(now):
             broker.write_ended(error[0], error[1], now)
         for identity, frames in broker.outbox:
+            if self._lanes is not None and is_lane(identity):
+                if not self._lanes.send(identity, frames[-1]):
+                    self._notice_dropped(identity)
+                continue
             try:
                 self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
             except zmq.Again:
-                broker.counters["notices_dropped"] += 1
+                self._notice_dropped(identity)
             except zmq.ZMQError as exc:
                 if exc.errno != zmq.EHOSTUNREACH:
                     raise
                 broker.unreachable(identity)
         broker.outbox.clear()
+        if broker.meters.owes:
+            broker.meters.sent(time.monotonic())
         self._send_freed()
         for pid in list(broker.watch):
             broker.watch.discard(pid)
@@ -260,6 +333,11 @@ class ControlLoop:
                 continue
             self._holders[pid] = pidfd
             self._on(pidfd, partial(self._holder_exited, pid))
+
+    def _notice_dropped(self, identity: bytes) -> None:
+        self._broker.counters["notices_dropped"] += 1
+        text = "a receiver reads too slowly: a notice was dropped, it will ask again"
+        self._broker.fault("notice_dropped", text, peer=identity, level=logging.WARNING)
 
     def _send_freed(self) -> None:
         freed = self._broker.freed
@@ -275,28 +353,48 @@ class ControlLoop:
             self._want_writable = bool(freed)
             self._poller.register(self._hot.fileno(), zmq.POLLIN | zmq.POLLOUT if freed else zmq.POLLIN)
 
-    def _tell_stage(self, message: messages.AdminToStage) -> None:
+    def _tell_stage(self, message: messages.AdminToStage) -> bool:
         try:
             self._admin.send(messages.encode(message))
         except BlockingIOError:
             logger.warning("the stage does not read its admin channel; dropped %s", type(message).__name__)
+            return False
         except (BrokenPipeError, ConnectionResetError):
             self._running = False
+            return False
+        return True
+
+    def _ask_stage(self) -> bool:
+        return self._tell_stage(messages.StageRequest())
+
+    @property
+    def _endpoint(self) -> str:
+        return f"tcp://{_bracketed(self._setup.host)}:{self._port}"
 
     def _report(self) -> dict[str, Any]:
+        """Make this process's part of a health document."""
         now = time.monotonic()
         return {
             **self._broker.report(now),
+            "freed_backlog": len(self._broker.freed),
             "control": {
                 "pid": os.getpid(),
                 "incarnation": self._setup.incarnation,
                 "uptime_s": round(now - self._started_at, 3),
                 "cpus": format_cpulist(pin_self(None)),
                 "asked_cpus": self._setup.cpus,
-                "endpoint": f"tcp://{_bracketed(self._setup.host)}:{self._port}",
+                "endpoint": self._endpoint,
             },
             "workers": self._crew.report(),
+            **self.observer.metrics_state(),
         }
+
+    def _children(self) -> list[Child]:
+        """List this process and its workers for a health document."""
+        uptime, restarts = round(time.monotonic() - self._started_at, 3), self._setup.incarnation - 1
+        asked = format_cpulist(self._setup.cpus)
+        control = Child("control", None, os.getpid(), True, False, uptime, restarts, asked)
+        return [control, *(worker_child(worker, False) for worker in self._crew.report())]
 
     def _explain(self, exc: Exception) -> str:
         where = f"{self._setup.host}:{self._setup.port}"
@@ -318,5 +416,7 @@ def main(line: bytes) -> None:
     childlog.install(setup.label, setup.log_level)
     pool = Pool.attach(setup.pool_fd, setup.pool_size)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    ControlLoop(setup, pool, context, ProcessLauncher(setup), LIFELINE_FD).run()
+    loop = ControlLoop(setup, pool, context, ProcessLauncher(setup), LIFELINE_FD)
+    signal.signal(signal.SIGUSR1, loop.observer.on_signal)
+    loop.run()
     context.destroy(linger=_LINGER_MS)

@@ -19,6 +19,7 @@ import zmq
 
 from mori_mp.shared import messages
 from mori_mp.shared.errors import MoriMPError
+from mori_mp.shared.faults import Faults
 from mori_mp.shared.messages import ControlSetup, WorkerReady, WorkerSetup
 from mori_mp.shared.pool import Pool
 from mori_mp.workers.dispatch import Dispatcher
@@ -125,12 +126,25 @@ class _Member:
         self.started_at = 0.0
 
 
+def _no_dump(reason: str) -> None:
+    """Nobody wants to hear of faults."""
+
+
 class Crew:
-    """See the module's docstring."""
+    """See the module's docstring. on_fault(cause) hears of every worker that ends against our will."""
 
     def __init__(
-        self, setup: ControlSetup, dispatcher: Dispatcher, peers: Peers, launcher: WorkerLauncher
+        self,
+        setup: ControlSetup,
+        dispatcher: Dispatcher,
+        peers: Peers,
+        launcher: WorkerLauncher,
+        faults: Faults | None = None,
+        on_fault: Callable[[str], None] = _no_dump,
     ) -> None:
+        self._faults = faults if faults is not None else Faults("control")
+        self._on_fault = on_fault
+        self.on_dispatch: Callable[[int, float], None] | None = None  # (write id, now); for a trace
         self._setup = setup
         self._dispatcher = dispatcher
         self._peers = peers
@@ -161,7 +175,7 @@ class Crew:
             if member.identity == identity:
                 member.ready, member.info = True, message
                 self._dispatcher.add_worker(identity, _DEPTH.get(message.engine, 1))
-                logger.info(
+                logger.debug(  # the worker's own line at its start tells the same
                     "transfer worker %d ready: engine %s, pid %d, cpus %s",
                     member.index,
                     message.engine,
@@ -194,6 +208,8 @@ class Crew:
                 member.peers.add(job.peer)
                 self._send(member, messages.AddPeer(job.peer, peer.engine_desc, peer.mem_desc))
             self._send(member, job)
+            if self.on_dispatch is not None:
+                self.on_dispatch(job.write_id, now)
         if all(m.process is None for m in self._members):
             return [(job.write_id, "no transfer worker is left") for job in self._dispatcher.take_queued()]
         return []
@@ -203,10 +219,10 @@ class Crew:
         for identity, late in self._dispatcher.overdue(now, self._setup.job_timeout_seconds).items():
             for member in self._members:
                 if member.identity == identity and member.process is not None:
-                    logger.error(
-                        "transfer worker %d has %d write(s) over the time limit; killing it",
-                        member.index,
-                        len(late),
+                    self._fault(
+                        "worker_hung",
+                        f"transfer worker {member.index} (pid {member.process.pid}) has {len(late)} write(s) "
+                        f"over the time limit of {self._setup.job_timeout_seconds:g} s; killing it",
                     )
                     member.process.kill()
 
@@ -263,6 +279,9 @@ class Crew:
                 index=member.index,
                 identity=member.identity,
                 engine=setup.engine,
+                device=setup.device,
+                trace_folder=setup.observing.trace_folder,
+                epoch=setup.epoch,
                 engine_options=setup.engine_options,
                 pool_fd=setup.pool_fd,
                 pool_size=setup.pool_size,
@@ -292,28 +311,30 @@ class Crew:
             member.restarts.popleft()
         if len(member.restarts) >= self._setup.restart_limit:
             self.given_up += 1
-            logger.critical(
-                "transfer worker %d ended (status %s) for the %dth time in %.0f s; giving it up",
-                member.index,
-                status,
-                len(member.restarts) + 1,
-                RESTART_WINDOW_SECONDS,
+            self._fault(
+                "worker_given_up",
+                f"transfer worker {member.index} ended (status {status}) for the "
+                f"{len(member.restarts) + 1}th time in {RESTART_WINDOW_SECONDS:.0f} s; giving it up",
+                level=logging.CRITICAL,
             )
             if not self.announced:
                 self._cannot_start(f"transfer worker {member.index} ended with status {status} at its start")
             return
         member.restarts.append(now)
-        logger.error(
-            "transfer worker %d (pid %d) ended with status %s; restarting it, %d write(s) go to another",
-            member.index,
-            process.pid,
-            status,
-            len(lost),
+        self._fault(
+            "worker_died",
+            f"transfer worker {member.index} (pid {process.pid}) ended with status {status}; restarting it, "
+            f"{len(lost)} write(s) go to another",
         )
         try:
             self._start(member)
         except MoriMPError as exc:
-            logger.critical("transfer worker %d cannot be restarted: %s", member.index, exc)
+            text = f"transfer worker {member.index} cannot be restarted: {exc}"
+            self._fault("worker_failed", text, level=logging.CRITICAL)
+
+    def _fault(self, cause: str, text: str, level: int = logging.ERROR) -> None:
+        self._faults.report(logger, cause, text, level=level)
+        self._on_fault(cause)
 
     def _send(self, member: _Member, message: messages.ToWorker) -> None:
         try:

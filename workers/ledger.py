@@ -308,6 +308,10 @@ class Ledger:
             self._advance(entry, Event.HOLDER_GONE, actions, reason=Reason.ABANDONED)
         return actions
 
+    def holds(self, holder: int) -> bool:
+        """Whether process `holder` has any lease."""
+        return holder in self._held
+
     def leased(self) -> list[Entry]:
         """Every entry that a process holds a lease on, doomed or not."""
         return [entry for held in self._held.values() for entry in held.values()]

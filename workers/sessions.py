@@ -69,6 +69,10 @@ class Sessions:
             self._by_identity[identity] = session
         return session
 
+    def peek(self, identity: bytes) -> Session | None:
+        """Return the session of a socket, and let that be no use of it."""
+        return self._by_identity.get(identity)
+
     def hello(self, identity: bytes, hello: Hello) -> tuple[Session, list[Session]]:
         """Open a session. Returns it and those that it replaced or pushed out, for the caller to end."""
         ended = []

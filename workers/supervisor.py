@@ -139,6 +139,7 @@ class Supervisor:
             admin_fd=theirs_admin.fileno(),
             fence_fd=fence_write,
             jobs_endpoint=self._template.jobs_endpoint.format(incarnation=self._incarnation),
+            lane_path=self._template.lane_path.format(incarnation=self._incarnation),
         )
         try:
             self._control = self._launch(setup, self._output_write_fd)

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -22,7 +23,9 @@ from mori_mp.shared.affinity import pin_self
 from mori_mp.shared.errors import MoriMPError
 from mori_mp.shared.messages import AddPeer, DropPeer, Job, JobDone, PoolBacked, Stop, WorkerSetup
 from mori_mp.shared.pool import PREFAULT_STEP, Pool, prefault, total_bytes
+from mori_mp.shared.procinfo import startup_line
 from mori_mp.shared.topology import format_cpulist
+from mori_mp.shared.tracing import Tracer
 from mori_mp.workers import childlog, engines
 from mori_mp.workers.boot import LIFELINE_FD
 from mori_mp.workers.engines.base import Engine, Transfer
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 _SPIN_POLLS = 64
 _MAX_PAUSE_MS = 1
 _LINGER_MS = 200
+_TRACE_FLUSH_MS = 1000
 
 
 class _UnderWay:
@@ -61,6 +65,12 @@ class TransferWorker:
         self._prefaulted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._prefault_error = ""
         self._stop = False
+        self._tracer: Tracer | None = None
+        if setup.trace_folder:
+            name = f"worker {setup.identity}"
+            threaded = setup.jobs_endpoint.startswith("inproc:")
+            folder = Path(setup.trace_folder)
+            self._tracer = Tracer(folder, "worker", name, epoch=setup.epoch, thread=threaded)
 
     def run(self) -> None:
         """Serve until told to stop or cut off."""
@@ -74,8 +84,17 @@ class TransferWorker:
             return
         prefaulting: threading.Thread | None = None
         try:
-            self._tell(
-                messages.WorkerReady(setup.index, os.getpid(), format_cpulist(pin_self(None)), engine.name)
+            cpus = pin_self(None)
+            self._tell(messages.WorkerReady(setup.index, os.getpid(), format_cpulist(cpus), engine.name))
+            logger.info(
+                startup_line(
+                    "worker",
+                    engine=engine.name,
+                    device=setup.device,
+                    cpus=cpus,
+                    endpoint=setup.jobs_endpoint,
+                    index=setup.index,
+                )
             )
             if setup.prefault:
                 prefaulting = threading.Thread(target=self._prefault, name="mori-mp-prefault", daemon=True)
@@ -88,6 +107,8 @@ class TransferWorker:
             engine.close()
             self._socket.close()
             os.close(self._prefaulted)
+            if self._tracer is not None:
+                self._tracer.close()
 
     def _serve(self, engine: Engine) -> None:
         poller = zmq.Poller()
@@ -95,10 +116,14 @@ class TransferWorker:
         poller.register(self._lifeline, zmq.POLLIN)
         poller.register(self._prefaulted, zmq.POLLIN)
         idle_polls = 0
+        asleep = None if self._tracer is None else _TRACE_FLUSH_MS
         while not self._stop or self._under_way:
             pause = 0 if idle_polls < _SPIN_POLLS else _MAX_PAUSE_MS
-            timeout = pause if self._under_way else None
-            for source, _ in poller.poll(timeout):
+            timeout = pause if self._under_way else asleep
+            events = poller.poll(timeout)
+            if not events and self._tracer is not None and not self._under_way:
+                self._tracer.flush()
+            for source, _ in events:
                 if source is self._socket:
                     self._take(engine)
                 elif source == self._prefaulted:
@@ -162,7 +187,10 @@ class TransferWorker:
             except MoriMPError as exc:
                 error = str(exc)
             self._under_way.remove(one)
-            self._tell(JobDone(one.write_id, error, (time.monotonic_ns() - one.started_ns) // 1000))
+            now = time.monotonic_ns()
+            self._tell(JobDone(one.write_id, error, (now - one.started_ns) // 1000))
+            if self._tracer is not None:
+                self._tracer.add("write", one.started_ns, now, "", write_id=one.write_id)
             ended = True
         return ended
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from connector_support import eventually, no_leaks, short_directory, state_of
+from connector_support import eventually, no_leaks, short_directory, state_of, stopped
 from mixed_payloads import OBJECTS, PAYLOADS, RAW, expected
 from mixed_support import Host, Stage
 
@@ -161,6 +163,17 @@ def test_a_query_that_misses(ends: Callable[[Any], Ends], kinds: tuple[str, str]
     assert pair.receiver.get("later") is None, "a payload is delivered once"
 
 
+def test_a_query_finds_what_was_put_before_it(ends: Callable[[Any], Ends]) -> None:
+    pair = ends(("ours", "in-tree"))
+    control = pair.sender.ask("health", on="out")["sender"]["control"]["pid"]
+    for turn in range(3):
+        with stopped(control):  # so that it finds both at once
+            pair.sender.put(f"just {turn}", "struct")
+            pair.receiver.tell("get", on="in", key=f"just {turn}")
+            time.sleep(0.05)
+        assert pair.receiver.answer()["what"] == expected("struct")
+
+
 @each_way
 def test_metadata_of_a_payload_that_is_gone(ends: Callable[[Any], Ends], kinds: tuple[str, str]) -> None:
     pair = ends(kinds)
@@ -236,8 +249,9 @@ def test_a_restarted_sender_on_the_same_port(
     assert receiver.get("before", seconds=20) if kinds[1] == "ours" else receiver.get("before")
     lost = old.put("lost", "bytes")
     old.kill()
+    eventually(lambda: _is_free(port), "the port is free again")
     new = stages()
-    eventually(lambda: _try_sender(new, kinds[0], port), "the port is free again")
+    new.sender(kinds[0], port)
     metadata = new.put("after", "hidden states")
     assert receiver.get("after", metadata)["what"] == expected("hidden states")
     assert receiver.get("lost", lost) is None
@@ -245,12 +259,9 @@ def test_a_restarted_sender_on_the_same_port(
     assert receiver.get("queried")["what"] == expected("struct")
 
 
-def _try_sender(stage: Stage, kind: str, port: int) -> bool:
-    try:
-        stage.sender(kind, port)
-    except AssertionError:
-        return False
-    return True
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 @each_way
@@ -275,8 +286,9 @@ def test_a_sender_is_exchanged_for_the_other_kind_and_back(
     port = ports.base + 8
     receivers = {kind: stages() for kind in ("ours", "in-tree")}
     for turn, kind in enumerate(kinds):
+        eventually(lambda: _is_free(port), "the port is free")
         sender = stages()
-        eventually(lambda sender=sender, kind=kind: _try_sender(sender, kind, port), "the port is free")
+        sender.sender(kind, port)
         if not turn:
             for name, stage in receivers.items():
                 stage.receiver(name, port)

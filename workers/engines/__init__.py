@@ -1,7 +1,8 @@
-"""Transfer engines: one module each, imported only in the worker that runs it.
+"""Transfer engines: one module each, imported only in the process that runs it.
 
-`load()` makes a worker's engine, `describe()` makes the descriptors of a stage's own pool. Choosing among
-backends (`backend_type: auto`) is the connector's business, not the registry's.
+`load()` makes a worker's engine over a pool that the worker borrows. `receive()` makes what a stage needs for
+peers to write into its pool: descriptors, and what must stay alive. Choosing among backends (`backend_type:
+auto`) is the connector's business, not the registry's.
 """
 
 from __future__ import annotations
@@ -11,32 +12,46 @@ from typing import Any, cast
 
 from mori_mp.shared.errors import EngineUnavailable
 from mori_mp.shared.pool import Pool
-from mori_mp.workers.engines.base import Engine, EngineFactory
+from mori_mp.workers.engines.base import Engine, EngineFactory, LocalMemory, Passive
 
-_MODULES = {"shm": ("mori_mp.workers.engines.shm", "ShmEngine")}
+_MODULES = {
+    "cuda_ipc": "mori_mp.workers.engines.cuda_ipc",
+    "fabric": "mori_mp.workers.engines.mori",
+    "rdma": "mori_mp.workers.engines.mori",
+    "shm": "mori_mp.workers.engines.shm",
+    "xgmi": "mori_mp.workers.engines.mori",
+}
+_FOR_CONNECTORS = ("shm",)
 
 
 def available() -> list[str]:
-    """List the engines of this version."""
-    return sorted(_MODULES)
+    """List the engines that a connector of this version can run; it lends its workers host pools only."""
+    return sorted(_FOR_CONNECTORS)
 
 
-def load(name: str, pool: Pool, options: dict[str, Any]) -> Engine:
-    """Make an engine over a pool that this process has mapped. Raises EngineUnavailable."""
-    module, attribute = _find(name)
-    return cast(EngineFactory, getattr(import_module(module), attribute))(pool, options)
+def load(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> Engine:
+    """Make an engine over memory that this process has mapped. Raises EngineUnavailable or ConfigError."""
+    factory = cast(EngineFactory, _module(name).make)
+    return factory(name, LocalMemory.of(memory), options)
+
+
+def receive(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> Passive:
+    """Make a pool reachable for the writes of an engine's peers. Raises EngineUnavailable or ConfigError."""
+    return cast(Passive, _module(name).receive(name, memory, options))
 
 
 def describe(name: str, pool: Pool) -> tuple[bytes, bytes]:
-    """Return the packed (engine descriptor, memory descriptor) of a pool under an engine."""
-    module, _ = _find(name)
-    return cast("tuple[bytes, bytes]", import_module(module).describe(pool))
+    """Return the packed (engine descriptor, memory descriptor) of a pool that needs nothing kept alive."""
+    module = _module(name)
+    if not hasattr(module, "describe"):
+        raise EngineUnavailable(f"engine {name!r} needs a passive side in the receiving stage; use receive()")
+    return cast("tuple[bytes, bytes]", module.describe(pool))
 
 
-def _find(name: str) -> tuple[str, str]:
+def _module(name: str) -> Any:
     try:
-        return _MODULES[name]
+        return import_module(_MODULES[name])
     except KeyError:
         raise EngineUnavailable(
-            f"this version has no engine {name!r}; it has: {', '.join(available())}"
+            f"this version has no engine {name!r}; it has: {', '.join(sorted(_MODULES))}"
         ) from None

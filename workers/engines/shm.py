@@ -13,9 +13,17 @@ from typing import Any
 
 import msgspec
 
-from mori_mp.shared.errors import TransferFailed
+from mori_mp.shared.errors import EngineUnavailable, TransferFailed
 from mori_mp.shared.pool import Pool, PoolDescriptor, host_id
-from mori_mp.workers.engines.base import Transfer, check_bounds
+from mori_mp.workers.engines.base import (
+    HOST,
+    Deferred,
+    LocalMemory,
+    Passive,
+    Ready,
+    Transfer,
+    check_bounds,
+)
 
 NAME = "shm"
 
@@ -32,6 +40,22 @@ def describe(pool: Pool) -> tuple[bytes, bytes]:
     return msgspec.msgpack.encode(ShmEngineDescriptor(pool.name, host_id())), pool.descriptor().pack()
 
 
+def make(name: str, memory: LocalMemory, options: dict[str, Any]) -> ShmEngine:
+    """Make the engine of a worker. Raises EngineUnavailable."""
+    if memory.device != HOST:
+        raise EngineUnavailable(
+            "shm moves host memory, and this pool is GPU memory; use another backend_type"
+        )
+    return ShmEngine(memory, options)
+
+
+def receive(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> Passive:
+    """Describe a pool; nothing beyond the pool itself must stay alive. Raises EngineUnavailable."""
+    if not isinstance(memory, Pool):
+        raise EngineUnavailable("shm lets peers write into pools of mori_mp.shared.pool only")
+    return Passive(*describe(memory))
+
+
 class _Copied:
     def poll(self) -> bool:
         return True
@@ -46,8 +70,8 @@ class ShmEngine:
     name = NAME
     depth = 1
 
-    def __init__(self, pool: Pool, options: dict[str, Any]) -> None:
-        self._pool = pool
+    def __init__(self, memory: Pool | LocalMemory, options: dict[str, Any]) -> None:
+        self._memory = memory
         self._peers: dict[int, Pool] = {}
 
     def add_peer(self, peer: int, engine_desc: bytes, mem_desc: bytes) -> None:
@@ -58,13 +82,23 @@ class ShmEngine:
         if pool is not None:
             pool.close()
 
-    def submit(self, peer: int, local: list[int], remote: list[int], sizes: list[int], uid: int) -> Transfer:
+    def submit(
+        self,
+        peer: int,
+        local: list[int],
+        remote: list[int],
+        sizes: list[int],
+        uid: int,
+        after: Ready | None = None,
+    ) -> Transfer:
         target = self._peers.get(peer)
         if target is None:
             raise TransferFailed(f"peer {peer} is not registered")
-        check_bounds(self._pool.size, target.size, local, remote, sizes)
+        check_bounds(self._memory.size, target.size, local, remote, sizes)
+        if after is not None and not after.query():
+            return Deferred(after, lambda: self.submit(peer, local, remote, sizes, uid))
         for here, there, size in zip(local, remote, sizes, strict=True):
-            _memmove(target.address + there, self._pool.address + here, size)
+            _memmove(target.address + there, self._memory.address + here, size)
         return _COPIED
 
     def close(self) -> None:

@@ -1,0 +1,178 @@
+"""`mori-mp top`: the connectors of this host and their processes, live."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from mori_mp import observe
+from mori_mp.observe import Process, Row, Sample
+from mori_mp.shared.runtime import base_directory
+
+_NONE_FOUND = 2
+STYLES = {"healthy": "green", "degraded": "yellow", "unhealthy": "bold red"}
+_NUMBERS = (
+    "puts/s",
+    "MB/s",
+    "published",
+    "leased",
+    "in flight",
+    "pool %",
+    "misses",
+    "errors",
+    "restarts",
+)
+
+RuntimeDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where connectors keep their runtime directories: their `runtime_dir`. Default: "
+        "$MORI_MP_RUNTIME_DIR, else $XDG_RUNTIME_DIR/mori-mp, else /tmp/mori-mp-UID.",
+    ),
+]
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Measure for one interval, print, and end.")] = False,
+    json_out: Annotated[bool, typer.Option("--json", help="As --once, in JSON.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds between two looks.")] = 1.0,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="As --once, and write what is printed as an image.")
+    ] = None,
+    runtime_dir: RuntimeDir = None,
+) -> None:
+    """Show the connectors of this host that listen, and their processes.
+
+    Asks the control processes, not the stages: a stage that is stuck shows too.
+    Run it as the stages' user, in their container. Ctrl-C ends it.
+
+    Rates are those since the last look. "published" to "in flight" count
+    payloads, "misses" get() calls that found nothing (a stage that polls has
+    many), "restarts" deaths of control and workers that were made good.
+
+    Exit status 0; with --once or --json, 2 if there is no connector.
+
+    Examples:
+
+      mori-mp top
+      mori-mp top --once --interval 5
+      mori-mp top --json | jq '.connectors[] | {stage_id, puts_per_s, pool_percent}'
+    """
+    base = runtime_dir or base_directory()
+    if once or json_out or svg is not None:
+        raise typer.Exit(_print_once(base, interval, json_out, svg))
+    console = Console()
+    samples = observe.observe(base)
+    try:
+        with Live(view(observe.rows(samples, {}), base), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                before = {sample.key: sample for sample in samples}
+                samples = observe.observe(base)
+                live.update(view(observe.rows(samples, before), base), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _print_once(base: Path, interval: float, json_out: bool, svg: Path | None) -> int:
+    before = {sample.key: sample for sample in observe.observe(base)}
+    if before:
+        time.sleep(interval)
+    samples: list[Sample] = observe.observe(base)
+    found = observe.rows(samples, before)
+    if json_out:
+        typer.echo(json.dumps({"connectors": [msgspec.to_builtins(row) for row in found]}, indent=1))
+    else:
+        console = Console(record=svg is not None)
+        console.print(view(found, base))
+        if svg is not None:
+            console.save_svg(str(svg), title="mori-mp top")
+    return 0 if found else _NONE_FOUND
+
+
+def view(found: Sequence[Row], base: Path) -> Group | Text:
+    """Both tables, and what is wrong below them."""
+    if not found:
+        return Text(
+            f"No connector listens below {base}. Stages of another user, container or runtime_dir do not "
+            f"show here; see --runtime-dir."
+        )
+    troubles = [
+        Text(f"stage {row.stage_id} (pid {row.pid}): {row.error}", style=STYLES.get(row.status, ""))
+        for row in found
+        if row.error
+    ]
+    return Group(connector_table(found), process_table(found), *troubles)
+
+
+def connector_table(found: Sequence[Row]) -> Table:
+    """One line for each connector."""
+    table = Table(title=f"connectors at {time.strftime('%H:%M:%S')}", title_justify="left")
+    for name in ("stage", "role", "engine", "endpoint", "status"):
+        table.add_column(name, no_wrap=True)
+    for name in _NUMBERS:
+        table.add_column(name, justify="right")
+    for row in found:
+        table.add_row(
+            str(row.stage_id),
+            row.role,
+            row.engine,
+            Text(row.endpoint.removeprefix("tcp://")),
+            Text(row.status, style=STYLES.get(row.status, "")),
+            _number(row.puts_per_s, 1),
+            _number(row.mb_per_s, 2),
+            *(_number(value) for value in (row.published, row.leased, row.in_flight)),
+            _number(row.pool_percent, 1),
+            _number(row.misses),
+            _alarm(row.errors),
+            _alarm(row.restarts),
+        )
+    return table
+
+
+def process_table(found: Sequence[Row]) -> Table:
+    """One line for each process of a connector."""
+    table = Table(title="processes", title_justify="left")
+    table.add_column("stage")
+    table.add_column("process")
+    for name in ("pid", "CPU %", "RSS MiB", "threads", "restarts"):
+        table.add_column(name, justify="right")
+    for name in ("state", "CPUs asked", "CPUs"):
+        table.add_column(name)
+    for row in found:
+        for process in row.processes:
+            table.add_row(str(row.stage_id), *_process_cells(process))
+    return table
+
+
+def _process_cells(process: Process) -> list[Text | str]:
+    resident = None if process.rss_bytes is None else process.rss_bytes / 2**20
+    return [
+        process.name,
+        "-" if process.pid is None else str(process.pid),
+        _number(process.cpu_percent, 1),
+        _number(resident, 0),
+        _number(process.threads),
+        _alarm(process.restarts),
+        process.state or "-",
+        process.asked_cpus or "any",
+        process.cpus or "-",
+    ]
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _alarm(value: int | None) -> Text:
+    return Text(_number(value), style="bold red" if value else "")

@@ -1,0 +1,88 @@
+"""What a stage counts for each edge, and its spans: the part of observing that lies on the hot paths.
+
+put() and get() each take two readings of the clock and increment a few fixed counters. Spans, and the
+histograms of vLLM-Omni's metric families, cost nothing unless they were asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from mori_mp.shared import families
+from mori_mp.shared.histogram import Edges, Histogram
+from mori_mp.shared.tracing import Tracer
+from mori_mp.shared.wire import edge_of
+
+
+class StageEdge:
+    """Counters of one edge in the stage; times in microseconds, sizes in bytes."""
+
+    __slots__ = ("fetch", "get", "put", "received", "received_bytes", "rx", "tx")
+
+    def __init__(self) -> None:
+        self.put = Histogram()
+        self.get = Histogram()
+        self.fetch = Histogram()
+        self.received = 0
+        self.received_bytes = 0
+        self.tx = families.counted(families.TX_SECONDS)
+        self.rx = families.counted(families.RX_SECONDS)
+
+
+class StageMeters:
+    """See the module's docstring. export: count for vLLM-Omni's families too. Times are CLOCK_MONOTONIC ns."""
+
+    def __init__(self, export: bool = False, tracer: Tracer | None = None) -> None:
+        self.edges: Edges[StageEdge] = Edges(StageEdge)
+        self.tracer = tracer
+        self._export = export
+
+    def put(self, key: str, began_ns: int, generation: int, size: int) -> None:
+        """A put() that began at began_ns has published its payload; key is the internal one."""
+        now = time.monotonic_ns()
+        edge = self.edges[edge_of(key)]
+        edge.put.record((now - began_ns) // 1000)
+        if self._export:
+            edge.tx.record((now - began_ns) / 1e9)
+        if self.tracer is not None:
+            self.tracer.add("put", began_ns, now, key, generation=generation, size=size)
+
+    def got(self, name: str, began_ns: int, size: int) -> None:
+        """A get() on an edge that began at began_ns returns a payload."""
+        edge = self.edges[name]
+        edge.get.record((time.monotonic_ns() - began_ns) // 1000)
+        edge.received += 1
+        edge.received_bytes += size
+
+    def fetched(self, name: str, known_ns: int) -> None:
+        """A payload that was known to be there at known_ns is usable now."""
+        spent = time.monotonic_ns() - known_ns
+        edge = self.edges[name]
+        edge.fetch.record(spent // 1000)
+        if self._export:
+            edge.rx.record(spent / 1e9)
+
+    # -------------------------------------------------------------------------- reports
+    def report(self) -> dict[str, Any]:
+        """Describe every edge for the health document."""
+        return {
+            name: {
+                "received": edge.received,
+                "received_bytes": edge.received_bytes,
+                "put": edge.put.as_dict(),
+                "get": edge.get.as_dict(),
+                "fetch": edge.fetch.as_dict(),
+            }
+            for name, edge in list(self.edges.items())
+        }
+
+    def transfer_families(self) -> dict[str, Any]:
+        """Return the counts of vLLM-Omni's families, by edge; empty unless they are exported."""
+        if not self._export:
+            return {}
+        found = {}
+        for name, edge in list(self.edges.items()):
+            counts = {families.TX_SECONDS: edge.tx, families.RX_SECONDS: edge.rx}
+            found[name] = {family: count.as_dict() for family, count in counts.items() if any(count.buckets)}
+        return found

@@ -1,0 +1,87 @@
+"""Whole payloads through the model runner's transport, and KV caches through the KV manager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from omni_support import OURS, Cast
+
+KV_OFFSET, RANK_STRIDE = 100, 16
+REQUESTS = {"req-a": 1, "req-b": 2}
+
+
+def assert_thinker_payload(payload: Any) -> None:
+    """What Qwen3-Omni's thinker2talker_full_payload makes of nine prompt rows and three output tokens."""
+    assert payload["embed"]["prefill"].dtype == torch.bfloat16
+    assert payload["embed"]["prefill"].shape == payload["hidden_states"]["output"].shape == (8, 64)
+    assert payload["ids"]["all"][-3:] == [21, 22, 23]
+    assert bool(payload["meta"]["finished"])
+
+
+def run_full_payload(cast: Cast, name: str, sender_info: bool) -> dict[str, Any]:
+    endpoint = {"*": {"host": "127.0.0.1", "zmq_port": cast.base_port}} if sender_info else {}
+    for stage in (0, 1):
+        cast.add(
+            "full_payload", stage=stage, name=name, requests=REQUESTS, sender_info=endpoint, closes=False
+        )
+    received: dict[str, Any] = cast.play()[1]["received"]
+    return received
+
+
+@pytest.mark.parametrize("sender_info", [False, True], ids=["configured", "sender-info"])
+def test_full_payload(cast: Cast, sender_info: bool) -> None:
+    """The runner's background thread receives what the sending runner has accumulated."""
+    received = run_full_payload(cast, OURS, sender_info)
+    assert set(received) == set(REQUESTS)
+    for payload in received.values():
+        assert_thinker_payload(payload)
+    first, second = (received[name]["embed"]["prefill"] for name in REQUESTS)
+    assert not torch.equal(first, second)
+
+
+def test_synchronous_receive(cast: Cast) -> None:
+    """recv_stage_payload() waits; for a payload that never comes, as long as it is told."""
+    endpoint = {"*": {"host": "127.0.0.1", "zmq_port": cast.base_port}}
+    cast.add("full_payload", stage=0, name=OURS, requests=REQUESTS, closes=False)
+    cast.add(
+        "synchronous",
+        stage=1,
+        name=OURS,
+        requests={**REQUESTS, "req-never": 3},
+        sender_info=endpoint,
+        seconds=5.0,
+        closes=False,
+    )
+    found = cast.play()[1]
+    assert found["received"].pop("req-never") is None
+    assert found["seconds"]["req-never"] >= 5.0
+    for payload in found["received"].values():
+        assert_thinker_payload(payload)
+
+
+@pytest.mark.parametrize("per_call", [True, False], ids=["per-call", "updated"])
+@pytest.mark.parametrize("tp", [(1, 1), (2, 2), (2, 1), (1, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+def test_kv_caches(cast: Cast, tp: tuple[int, int], per_call: bool) -> None:
+    """Each receiving rank gets its heads from the ranks that have them, by host and base port alone."""
+    if not per_call and tp == (1, 2):
+        pytest.skip("the host gives receivers of other TP sizes their sender's endpoint by call only")
+    endpoint = {"*": {"host": "127.0.0.1", "zmq_port": cast.base_port + KV_OFFSET}}
+    for stage, ranks in enumerate(tp):
+        for rank in range(ranks):
+            cast.add(
+                "kv",
+                {"LOCAL_RANK": str(rank)},
+                stage=stage,
+                name=OURS,
+                tp=tp,
+                requests=["req-a", "req-b"],
+                sender_info=endpoint,
+                per_call=per_call,
+                seconds=10.0,
+                closes=False,
+            )
+    for found in cast.play():
+        assert found["ready"]["class"] == OURS
+        assert set(found["problems"].values()) <= {""}, found["problems"]

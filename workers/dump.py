@@ -1,0 +1,67 @@
+"""Health documents as files: whole or not at all, bounded, and never waited for.
+
+A dump is written beside its place and renamed over it. The control process has it written by a short-lived
+thread, since a path may lie on a network file system that hangs; while one is being written, the next is
+skipped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def expand(path: str, *, pid: int, stage: int) -> Path:
+    """Put the stage's pid and number into a configured path: `{pid}`, `{stage}`. Other braces stay."""
+    return Path(path.replace("{pid}", str(pid)).replace("{stage}", str(stage)))
+
+
+def write_whole(path: Path, text: bytes) -> None:
+    """Replace a file so that nobody reads half of it; missing folders are made. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        fresh.write_bytes(text)
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+class DumpFile:
+    """The dump file of one connector; used by one thread. skipped: dumps that one before them held up."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.skipped = 0
+        self._thread: threading.Thread | None = None
+        self._failing = False
+
+    def write(self, text: bytes) -> None:
+        """Write now, in this thread; a failure is logged once until it works again."""
+        try:
+            write_whole(self.path, text)
+        except OSError as exc:
+            if not self._failing:
+                logger.error("health dump %s cannot be written: %s", self.path, exc)
+            self._failing = True
+        else:
+            self._failing = False
+
+    def write_aside(self, text: bytes) -> bool:
+        """Write in a thread of its own; False when the one before still hangs."""
+        if self._thread is not None and self._thread.is_alive():
+            self.skipped += 1
+            return False
+        self._thread = threading.Thread(target=self.write, args=(text,), name="mori-mp-dump", daemon=True)
+        self._thread.start()
+        return True
+
+    def finish(self, timeout: float) -> None:
+        """Give a dump that is being written up to timeout seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout)

@@ -1,0 +1,384 @@
+"""The `cuda_ipc` engine: GPU memory of one host, by mapping the peer's allocation and copying into it.
+
+Works with CUDA, and with ROCm where Mori is not installed. A receiver's memory descriptor is the IPC handle
+of the allocation that holds its pool. A write is one asynchronous copy per run of adjacent segments on one
+stream, and an event behind them; `poll()` asks the event. Of the streams the one with the fewest bytes under
+way is taken, so that a large write does not hold up small ones. A write that must wait for an event of the
+stage has its stream wait, not this process.
+
+A mapping outlives the peer's process, so a success counts only if the process is still there. A write of
+which only some copies could be enqueued fails when those have ended, not before: until then they read the
+pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from mori_mp.shared.errors import EngineUnavailable, TransferFailed, WireError
+from mori_mp.shared.pool import Pool, host_id
+from mori_mp.workers.engines import gpu_runtime
+from mori_mp.workers.engines.base import (
+    HOST,
+    Deferred,
+    EngineBroken,
+    LocalMemory,
+    Passive,
+    Ready,
+    Transfer,
+    check_bounds,
+)
+from mori_mp.workers.engines.gpu_pool import Event, export_allocation
+from mori_mp.workers.engines.gpu_runtime import HANDLE_BYTES, GpuError, GpuRuntime
+from mori_mp.workers.engines.liveness import PeerProcess, start_time
+
+logger = logging.getLogger(__name__)
+
+NAME = "cuda_ipc"
+
+DEFAULT_STREAMS = 8
+DEFAULT_EVENTS = 64
+CLOSE_SECONDS = 0.5
+_CLOSE_PAUSE_SECONDS = 0.0005
+
+_exported: dict[bytes, tuple[int, int]] = {}
+"""Base and size in bytes of this process's own allocations, by handle."""
+
+
+class CudaIpcEngineDescriptor(msgspec.Struct, array_like=True, frozen=True):
+    key: str
+    host_id: str
+
+
+class GpuMemoryDescriptor(msgspec.Struct, array_like=True, frozen=True):
+    """Memory descriptor of a GPU pool; offset and sizes in bytes.
+
+    handle maps the allocation. started is the owner's start time in clock ticks, which tells it from a later
+    process with its pid.
+    """
+
+    kind: str
+    bus_id: str
+    handle: bytes
+    allocation_size: int
+    offset: int
+    size: int
+    pid: int
+    started: int
+    host_id: str
+
+    @classmethod
+    def unpack(cls, data: bytes) -> GpuMemoryDescriptor:
+        """Decode a descriptor from the wire. Raises WireError."""
+        try:
+            desc = msgspec.msgpack.decode(data, type=cls)
+        except msgspec.DecodeError as exc:
+            raise WireError(f"undecodable memory descriptor of {len(data)} bytes: {exc}") from None
+        if (
+            len(desc.handle) != HANDLE_BYTES
+            or not 0 <= desc.offset < desc.offset + desc.size <= desc.allocation_size < 1 << 48
+            or not 0 < desc.pid < 1 << 31
+        ):
+            raise WireError(f"impossible memory descriptor for {desc.size} bytes of GPU {desc.bus_id!r}")
+        return desc
+
+
+class _Link:
+    """A peer: where its memory lies in this process, and how much of it is being written."""
+
+    def __init__(self, runtime: GpuRuntime, desc: GpuMemoryDescriptor, process: PeerProcess) -> None:
+        self._runtime = runtime
+        self.process = process
+        self.size = desc.size
+        self.under_way = 0
+        self.dropped = False
+        self._handle = b""
+        if desc.pid == os.getpid():  # a process cannot import what it exported itself
+            base, size = _exported.get(desc.handle, (0, 0))
+        else:
+            base = runtime.import_memory(desc.handle)
+            self._handle = desc.handle
+            size = runtime.allocation(base)[1]
+        self.address = base + desc.offset
+        if desc.allocation_size > size:
+            self.dropped = True
+            self.close_if_idle()
+            raise WireError(
+                f"impossible memory descriptor: {desc.allocation_size} bytes of an allocation of {size}"
+            )
+
+    def close_if_idle(self) -> None:
+        """Unmap it once it has been dropped and its last write has ended."""
+        if not self.dropped or self.under_way:
+            return
+        self.process.close()
+        if self._handle:
+            handle, self._handle = self._handle, b""
+            try:
+                self._runtime.release_memory(handle)
+            except GpuError as exc:
+                logger.warning("memory of receiver process %d stays mapped: %s", self.process.pid, exc)
+
+
+class _Stream:
+    __slots__ = ("bytes", "handle")
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self.bytes = 0
+
+
+class _Write:
+    """A transfer: copies on a stream, and the event behind them."""
+
+    def __init__(self, engine: CudaIpcEngine, link: _Link, stream: _Stream, event: int, size: int) -> None:
+        self._engine = engine
+        self.link = link
+        self.stream = stream
+        self.event = event
+        self.size = size
+        self.failure: TransferFailed | None = None
+        self.ended = False
+
+    def poll(self) -> bool:
+        if not self.ended and not self._engine.settle(self):
+            return False
+        if self.failure is not None:
+            raise self.failure
+        return True
+
+
+class CudaIpcEngine:
+    """See the module's docstring. options: cuda_ipc_num_streams, cuda_ipc_num_events."""
+
+    name = NAME
+
+    def __init__(self, memory: LocalMemory, options: dict[str, Any]) -> None:
+        if memory.device == HOST:
+            raise EngineUnavailable(
+                "cuda_ipc moves GPU memory, and this pool is host memory; set memory_pool_device: cuda, or "
+                "backend_type: shm"
+            )
+        self._memory = memory
+        self._pid = os.getpid()
+        self._runtime = runtime = gpu_runtime.load()
+        try:
+            runtime.set_device(memory.device)
+            owner = runtime.pointer_device(memory.address)
+            if owner != memory.device:
+                raise EngineUnavailable(
+                    f"the pool at {memory.address:#x} is not memory of {runtime.kind} device {memory.device} "
+                    f"(the runtime says {'host memory' if owner is None else owner})"
+                )
+            self._bus_id = runtime.bus_id(memory.device)
+            streams = int(options.get("cuda_ipc_num_streams", DEFAULT_STREAMS))
+            self.depth = int(options.get("cuda_ipc_num_events", DEFAULT_EVENTS))
+            self._streams = [_Stream(runtime.stream_create()) for _ in range(streams)]
+            self._events = [runtime.event_create() for _ in range(self.depth)]
+        except GpuError as exc:
+            raise EngineUnavailable(f"cuda_ipc cannot use GPU {memory.device}: {exc}") from exc
+        self._links: dict[int, _Link] = {}
+        self._writes: set[_Write] = set()
+
+    def add_peer(self, peer: int, engine_desc: bytes, mem_desc: bytes) -> None:
+        try:
+            key = msgspec.msgpack.decode(engine_desc, type=CudaIpcEngineDescriptor).key
+        except msgspec.DecodeError as exc:
+            raise WireError(f"undecodable engine descriptor of {len(engine_desc)} bytes: {exc}") from None
+        desc = GpuMemoryDescriptor.unpack(mem_desc)
+        if desc.host_id != host_id():
+            raise EngineUnavailable(
+                f"receiver {key} is on another host or in another PID namespace, where cuda_ipc does not "
+                f"reach. Use backend_type rdma between hosts."
+            )
+        if desc.kind != self._runtime.kind:
+            raise EngineUnavailable(f"receiver {key} has {desc.kind} memory, this stage {self._runtime.kind}")
+        self.drop_peer(peer)
+        process = PeerProcess.exact(desc.pid, desc.started)
+        try:
+            self._check_route(key, desc.bus_id)
+            self._links[peer] = _Link(self._runtime, desc, process)
+        except GpuError as exc:
+            process.close()
+            raise EngineUnavailable(
+                f"memory of receiver {key} (process {desc.pid}, GPU {desc.bus_id}) cannot be mapped: {exc}"
+            ) from exc
+        except BaseException:
+            process.close()
+            raise
+
+    def drop_peer(self, peer: int) -> None:
+        self._sweep()
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.dropped = True
+            link.close_if_idle()
+
+    def submit(
+        self,
+        peer: int,
+        local: list[int],
+        remote: list[int],
+        sizes: list[int],
+        uid: int,
+        after: Ready | None = None,
+    ) -> Transfer:
+        link = self._links.get(peer)
+        if link is None:
+            raise TransferFailed(f"peer {peer} is not registered")
+        check_bounds(self._memory.size, link.size, local, remote, sizes)
+        if os.getpid() != self._pid:
+            raise TransferFailed("a GPU context does not survive fork(); start transfer workers by exec")
+        self._refuse_if_gone(link)
+        if not self._events:
+            self._sweep()
+        if not self._events:
+            raise TransferFailed(f"{self.depth} transfers are under way already")
+        if after is not None and not isinstance(after, Event):
+            return Deferred(after, lambda: self.submit(peer, local, remote, sizes, uid))
+        return self._start(link, local, remote, sizes, after)
+
+    def close(self) -> None:
+        for peer in list(self._links):
+            self.drop_peer(peer)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._writes and time.monotonic() < deadline:
+            self._sweep()
+            time.sleep(_CLOSE_PAUSE_SECONDS)
+        if self._writes:
+            # Destroying a stream, an event or a mapping would wait for them without an end in sight.
+            logger.error(
+                "%d GPU copies have not ended; they are left to the process's exit", len(self._writes)
+            )
+            return
+        streams, self._streams = self._streams, []
+        events, self._events = self._events, []
+        with suppress(GpuError):  # after a lost context nothing can be released
+            for stream in streams:
+                self._runtime.stream_destroy(stream.handle)
+            for event in events:
+                self._runtime.event_destroy(event)
+
+    # ------------------------------------------------------------------------- inside
+    def settle(self, write: _Write) -> bool:
+        """See whether a write has ended, and note how."""
+        try:
+            if not self._runtime.event_query(write.event):
+                return False
+        except GpuError as exc:
+            write.failure = _failure("GPU copy", exc)
+        write.ended = True
+        self._writes.discard(write)
+        self._events.append(write.event)
+        write.stream.bytes -= write.size
+        write.link.under_way -= 1
+        if write.failure is None and write.link.process.gone():
+            write.failure = _gone(write.link)
+        write.link.close_if_idle()
+        return True
+
+    def _start(
+        self, link: _Link, local: list[int], remote: list[int], sizes: list[int], after: Event | None
+    ) -> Transfer:
+        stream = min(self._streams, key=lambda one: one.bytes)
+        write = _Write(self, link, stream, self._events[-1], sum(sizes))
+        runtime = self._runtime
+        try:
+            if after is not None and not after.query():
+                runtime.stream_wait_event(stream.handle, after.handle)
+            for here, there, size in _runs(local, remote, sizes):
+                runtime.memcpy_async(link.address + there, self._memory.address + here, size, stream.handle)
+        except GpuError as exc:
+            write.failure = _failure("GPU copy", exc)
+        try:
+            runtime.event_record(write.event, stream.handle)
+        except GpuError as exc:
+            # Only a lost context refuses this, and then no copy runs any more.
+            raise write.failure or _failure("GPU copy", exc) from exc
+        self._events.pop()
+        self._writes.add(write)
+        stream.bytes += write.size
+        link.under_way += 1
+        return write
+
+    def _sweep(self) -> None:
+        """Note the end of writes that nobody polls."""
+        for write in list(self._writes):
+            self.settle(write)
+
+    def _refuse_if_gone(self, link: _Link) -> None:
+        if link.process.gone():
+            raise _gone(link)
+
+    def _check_route(self, key: str, bus_id: str) -> None:
+        """Raise EngineUnavailable where both GPUs are visible and the runtime says there is no way."""
+        runtime, device = self._runtime, self._memory.device
+        other = runtime.device_by_bus_id(bus_id)
+        if other is not None and other != device and not runtime.can_access_peer(device, other):
+            raise EngineUnavailable(
+                f"GPU {self._bus_id} cannot access GPU {bus_id} of receiver {key} directly (no peer access); "
+                f"use backend_type rdma, or GPUs that share NVLink, XGMI or a PCIe switch"
+            )
+
+
+def make(name: str, memory: LocalMemory, options: dict[str, Any]) -> CudaIpcEngine:
+    """Make the engine of a worker. Raises EngineUnavailable."""
+    return CudaIpcEngine(memory, options)
+
+
+def receive(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> Passive:
+    """Describe a stage's GPU memory to its peers. Raises EngineUnavailable."""
+    memory = LocalMemory.of(memory)
+    if memory.device == HOST:
+        raise EngineUnavailable("cuda_ipc shares GPU memory, and this pool is host memory")
+    runtime = gpu_runtime.load()
+    base, allocation_size, handle = export_allocation(runtime, memory)
+    _exported[handle] = base, allocation_size
+    desc = GpuMemoryDescriptor(
+        kind=runtime.kind,
+        bus_id=runtime.bus_id(memory.device),
+        handle=handle,
+        allocation_size=allocation_size,
+        offset=memory.address - base,
+        size=memory.size,
+        pid=os.getpid(),
+        started=start_time(os.getpid()),
+        host_id=host_id(),
+    )
+    key = f"{NAME}-{secrets.token_hex(8)}-{os.getpid()}"
+    engine_desc = msgspec.msgpack.encode(CudaIpcEngineDescriptor(key, host_id()))
+    return Passive(engine_desc, msgspec.msgpack.encode(desc), lambda: _withdraw(handle))
+
+
+def _withdraw(handle: bytes) -> None:
+    _exported.pop(handle, None)
+
+
+def _runs(local: list[int], remote: list[int], sizes: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the segments, adjacent ones joined."""
+    here, there, length = local[0], remote[0], 0
+    for next_here, next_there, size in zip(local, remote, sizes, strict=True):
+        if next_here == here + length and next_there == there + length:
+            length += size
+            continue
+        yield here, there, length
+        here, there, length = next_here, next_there, size
+    yield here, there, length
+
+
+def _failure(what: str, error: GpuError) -> TransferFailed:
+    if error.context_lost:
+        return EngineBroken(f"{what} failed, and this worker's GPU context with it: {error}")
+    return TransferFailed(f"{what} failed: {error}")
+
+
+def _gone(link: _Link) -> TransferFailed:
+    return TransferFailed(f"receiver process {link.process.pid} has exited")

@@ -1,0 +1,347 @@
+"""The `xgmi`, `rdma` and `fabric` engines: real Mori behind our protocol, each known hazard of it closed off.
+
+Mori asserts (and aborts) on lists of unequal length, writes past a registered region, and reads wild
+addresses: so nothing reaches it that `check_bounds` has not passed, and one call carries one entry, since an
+entry without a route leaves all later ones in state INIT for ever. INIT counts as a failure.
+
+Mori routes and caches by engine key, and unmaps a peer's memory only when the backend goes: a peer that came
+back under its old key would have its bytes written into its dead predecessor's memory, reported as success.
+So every engine here has a key of its own that is never used twice, and over IPC-mapped memory (xgmi, fabric)
+each peer gets an IOEngine of its own, which goes when the peer is dropped. RDMA maps nothing and pins much,
+so all its peers share one, and a key is taken once at a time. A mapping outlives its process, so a success
+counts only if the process is still there.
+
+Completion is polled, by one thread, with calls that do not wait: `Wait()` in another thread would make them
+block with the GIL held, and `WaitFor()` sleeps its whole time-out. A backend that is destroyed before its
+last status has ended hangs, so the statuses of writes are kept until they have, whatever happens to the
+Transfer objects, and what still runs at close() is left to the process's exit.
+
+A failed write may have enqueued copies that still run. Its failure is told when the GPUs have settled, not
+before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import time
+from contextlib import suppress
+from typing import Any
+
+from mori_mp.shared.errors import EngineUnavailable, TransferFailed, WireError
+from mori_mp.shared.pool import Pool
+from mori_mp.workers.engines import gpu_runtime, mori_api
+from mori_mp.workers.engines.base import (
+    HOST,
+    Deferred,
+    LocalMemory,
+    Passive,
+    Ready,
+    Transfer,
+    check_bounds,
+)
+from mori_mp.workers.engines.gpu_runtime import GpuError
+from mori_mp.workers.engines.liveness import PeerProcess
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 0.5
+_CLOSE_PAUSE_SECONDS = 0.0005
+_RDMA_DEPTH = 16
+_LIBRARY = "libmori_"  # what a process with a Mori engine has mapped
+_MAX_DESCRIPTOR_BYTES = 4096
+
+
+class _Lane:
+    """An IOEngine with this worker's memory registered; the sessions of its links run on it."""
+
+    def __init__(self, api: Any, backend: str, memory: LocalMemory, options: dict[str, Any]) -> None:
+        self.io = mori_api.make_io_engine(api, backend, options)
+        self.key: str = self.io.get_engine_desc().key
+        self.local = _register(api, self.io, memory)
+
+    def close(self) -> None:
+        """Destroy the engine; every session on it must be gone and every status have ended."""
+        self.local = None
+        self.io = None
+
+
+class _Link:
+    """A peer: the session to its memory."""
+
+    def __init__(self, lane: _Lane, engine: Any, memory: Any, *, owns_lane: bool) -> None:
+        self.lane = lane
+        self.key: str = engine.key
+        self.size: int = memory.size
+        self.under_way = 0
+        self.dropped = False
+        self._engine = engine
+        self._memory = memory
+        self._owns_lane = owns_lane
+        self.process = PeerProcess.likely(engine.pid, _LIBRARY)
+        if not self.process.watched:
+            logger.info("receiver %s: its process cannot be watched from here", self.key)
+        try:
+            lane.io.register_remote_engine(engine)
+            self._session = self._open()
+        except BaseException:
+            self.process.close()
+            raise
+
+    def session(self) -> Any:
+        """Return the session; a new one if the backend has given the old one up."""
+        if not self._session.alive():
+            self._session = self._open()
+        return self._session
+
+    def _open(self) -> Any:
+        session = self.lane.io.create_session(self.lane.local, self._memory)
+        if session is None:
+            raise EngineUnavailable(
+                f"Mori has no way to the memory of receiver {self.key} (process {self._engine.pid} of host "
+                f"{self._engine.hostname}, device {self._memory.device_bus_id or 'host'}): its process has "
+                f"gone, it is on another host, or no GPU fabric joins the devices"
+            )
+        return session
+
+    def close_if_idle(self) -> None:
+        """Let go of everything once the link has been dropped and its last write has ended."""
+        if not self.dropped or self.under_way:
+            return
+        self._session = None
+        self.process.close()
+        if self._owns_lane:
+            self.lane.close()
+        else:
+            self.lane.io.deregister_remote_engine(self._engine)
+
+
+class _Write:
+    """A transfer: Mori's status of it."""
+
+    def __init__(self, engine: MoriEngine, link: _Link, status: Any) -> None:
+        self._engine = engine
+        self.link = link
+        self.status = status
+        self.failure: TransferFailed | None = None
+        self.ended = False
+
+    def poll(self) -> bool:
+        if not self.ended and not self._engine.settle(self):
+            return False
+        if self.failure is not None:
+            raise self.failure
+        return True
+
+
+class MoriEngine:
+    """See the module's docstring. options: host, and the keys that `mori_api.backend_config` reads."""
+
+    def __init__(self, name: str, memory: LocalMemory, options: dict[str, Any], api: Any = None) -> None:
+        """api stands in for mori.io in tests. Raises EngineUnavailable or ConfigError."""
+        if name != "rdma" and memory.device == HOST:
+            raise EngineUnavailable(
+                f"{name} moves GPU memory, and this pool is host memory; set memory_pool_device: cuda, or "
+                f"backend_type: shm"
+            )
+        self.name = name
+        self._api = api or mori_api.load_api()
+        self._memory = memory
+        self._options = options
+        self._pid = os.getpid()
+        config = mori_api.backend_config(self._api, name, options)
+        self.depth = _RDMA_DEPTH if name == "rdma" else max(1, min(config.num_streams, config.num_events))
+        self._links: dict[int, _Link] = {}
+        self._writes: set[_Write] = set()
+        # Made now, so that a missing device is known at the start; the first peer gets it.
+        self._spare: _Lane | None = self._new_lane()
+
+    def add_peer(self, peer: int, engine_desc: bytes, mem_desc: bytes) -> None:
+        engine = _unpack(self._api.EngineDesc, engine_desc, "engine")
+        memory = _unpack(self._api.MemoryDesc, mem_desc, "memory")
+        self._check_descriptors(engine, memory)
+        self.drop_peer(peer)
+        shared = self.name == "rdma"
+        if shared and any(link.key == engine.key for link in self._links.values()):
+            raise EngineUnavailable(
+                f"receiver key {engine.key} is in use by another peer: Mori tells receivers apart by it alone"
+            )
+        lane = self._spare or self._new_lane()
+        if not shared:
+            self._spare = None
+        if engine.key == lane.key:
+            raise WireError(f"receiver has this worker's own engine key {engine.key}")
+        try:
+            self._links[peer] = _Link(lane, engine, memory, owns_lane=not shared)
+        except RuntimeError as exc:
+            if isinstance(exc, EngineUnavailable):
+                raise
+            raise EngineUnavailable(f"Mori refuses receiver {engine.key}: {exc}") from exc
+
+    def drop_peer(self, peer: int) -> None:
+        self._sweep()
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.dropped = True
+            link.close_if_idle()
+
+    def submit(
+        self,
+        peer: int,
+        local: list[int],
+        remote: list[int],
+        sizes: list[int],
+        uid: int,
+        after: Ready | None = None,
+    ) -> Transfer:
+        link = self._links.get(peer)
+        if link is None:
+            raise TransferFailed(f"peer {peer} is not registered")
+        check_bounds(self._memory.size, link.size, local, remote, sizes)
+        if os.getpid() != self._pid:
+            raise TransferFailed("a GPU context does not survive fork(); start transfer workers by exec")
+        if link.process.gone():
+            raise _gone(link)
+        if len(self._writes) >= self.depth:
+            self._sweep()
+        if len(self._writes) >= self.depth:
+            raise TransferFailed(f"{self.depth} transfers are under way already")
+        if after is not None and not after.query():
+            return Deferred(after, lambda: self.submit(peer, local, remote, sizes, uid))
+        try:
+            status = link.session().batch_write(local, remote, sizes, uid)
+        except (RuntimeError, TypeError) as exc:  # TypeError: pybind11 finds no overload for the arguments
+            raise TransferFailed(f"Mori refuses a write to receiver {link.key}: {exc}") from exc
+        write = _Write(self, link, status)
+        self._writes.add(write)
+        link.under_way += 1
+        return write
+
+    def close(self) -> None:
+        for peer in list(self._links):
+            self.drop_peer(peer)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._writes and time.monotonic() < deadline:
+            self._sweep()
+            time.sleep(_CLOSE_PAUSE_SECONDS)
+        if self._writes:
+            logger.error(
+                "%d Mori write(s) have not ended; they are left to the process's exit", len(self._writes)
+            )
+            for write in self._writes:
+                _make_immortal(write)
+        if self._spare is not None:
+            if self.name != "rdma" or not self._writes:
+                self._spare.close()
+            self._spare = None
+
+    # ------------------------------------------------------------------------- inside
+    def settle(self, write: _Write) -> bool:
+        """See whether a write has ended, and note how."""
+        status = write.status
+        if status.InProgress():
+            return False
+        if not status.Succeeded():
+            self._wait_for_gpus()
+            # INIT, that is not even begun, is here too: Mori leaves a write it has given up in it.
+            write.failure = TransferFailed(
+                f"write to receiver {write.link.key} failed: {status.Code().name} {status.Message()}".rstrip()
+            )
+        elif write.link.process.gone():
+            write.failure = _gone(write.link)
+        write.ended = True
+        write.status = None
+        self._writes.discard(write)
+        write.link.under_way -= 1
+        write.link.close_if_idle()
+        return True
+
+    def _sweep(self) -> None:
+        """Note the end of writes that nobody polls."""
+        for write in list(self._writes):
+            self.settle(write)
+
+    def _wait_for_gpus(self) -> None:
+        """Wait until no copy of a failed write can still be reading the pool."""
+        if self._memory.device == HOST:
+            return
+        with suppress(GpuError, EngineUnavailable):  # a lost context runs no copies any more
+            runtime = gpu_runtime.load("hip")
+            for device in range(runtime.device_count()):
+                runtime.set_device(device)
+                runtime.synchronize()
+
+    def _new_lane(self) -> _Lane:
+        return _Lane(self._api, self.name, self._memory, self._options)
+
+    def _check_descriptors(self, engine: Any, memory: Any) -> None:
+        if memory.engine_key != engine.key or not engine.key:
+            raise WireError(f"memory of engine {memory.engine_key!r} came with engine {engine.key!r}")
+        if not 0 < memory.size < 1 << 48:
+            raise WireError(f"receiver {engine.key} describes memory of {memory.size} bytes")
+        if self.name == "rdma":
+            return
+        if memory.loc != self._api.MemoryLocationType.GPU:
+            raise EngineUnavailable(
+                f"receiver {engine.key} has host memory, which {self.name} does not reach; set its "
+                f"memory_pool_device: cuda"
+            )
+        if self.name == "xgmi" and not any(memory.ipc_handle):
+            raise EngineUnavailable(
+                f"receiver {engine.key} describes GPU memory without an IPC handle: it was registered before "
+                f"its backend was made, or it is memory that was itself imported"
+            )
+
+
+def make(name: str, memory: LocalMemory, options: dict[str, Any]) -> MoriEngine:
+    """Make the engine of a worker. Raises EngineUnavailable or ConfigError."""
+    return MoriEngine(name, memory, options)
+
+
+def receive(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> Passive:
+    """Register a stage's pool in a passive engine of its process, which runs no Python when written to.
+
+    Raises EngineUnavailable or ConfigError.
+    """
+    memory = LocalMemory.of(memory)
+    if name != "rdma" and memory.device == HOST:
+        raise EngineUnavailable(f"{name} reaches GPU memory only, and this pool is host memory")
+    api = mori_api.load_api()
+    io = mori_api.make_io_engine(api, name, options)
+    registered = _register(api, io, memory)
+    if name == "xgmi" and not any(registered.ipc_handle):
+        raise EngineUnavailable(
+            "Mori cannot share this GPU memory: either it was imported from another process, or it comes "
+            "from torch's expandable segments; for those set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False "
+            "(PYTORCH_HIP_ALLOC_CONF on ROCm)"
+        )
+    held = [io]
+    return Passive(io.get_engine_desc().pack(), registered.pack(), held.clear)
+
+
+def _register(api: Any, io: Any, memory: LocalMemory) -> Any:
+    """Register memory; after create_backend, or its handle would silently be all zero."""
+    where = api.MemoryLocationType.CPU if memory.device == HOST else api.MemoryLocationType.GPU
+    try:
+        return io.register_memory(memory.address, memory.size, memory.device, where)
+    except RuntimeError as exc:
+        raise EngineUnavailable(f"Mori cannot register the pool of {memory.size} bytes: {exc}") from exc
+
+
+def _unpack(kind: Any, packed: bytes, what: str) -> Any:
+    if len(packed) > _MAX_DESCRIPTOR_BYTES:
+        raise WireError(f"{what} descriptor of {len(packed)} bytes is too long")
+    try:
+        return kind.unpack(packed)
+    except (RuntimeError, MemoryError, ValueError) as exc:
+        raise WireError(f"undecodable {what} descriptor of {len(packed)} bytes: {exc}") from None
+
+
+def _make_immortal(one: object) -> None:
+    """Keep an object, and all it holds, out of the interpreter's clean-up at exit, which would hang on it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+
+
+def _gone(link: _Link) -> TransferFailed:
+    return TransferFailed(f"receiver process {link.process.pid} has exited")
