@@ -35,7 +35,8 @@ def health(
     The control process answers, so a stuck stage does not hold this up; one
     that does not answer in time is unhealthy.
 
-    Exit status 0: all healthy (or degraded). 1: some are unhealthy. 2: none found.
+    Exit status 0: all healthy, degraded or starting. 1: some are unhealthy.
+    2: none found.
 
     Examples:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ from mori_mp.observe import Process, Row, Sample
 from mori_mp.shared.runtime import base_directory
 
 _NONE_FOUND = 2
-STYLES = {"healthy": "green", "degraded": "yellow", "unhealthy": "bold red"}
+_FONT_FACE = re.compile(r"@font-face \{[^}]*\}\s*|Fira Code, ")  # rich names fonts on the network
+STYLES = {"healthy": "green", "starting": "cyan", "degraded": "yellow", "unhealthy": "bold red"}
 _NUMBERS = (
     "puts/s",
     "MB/s",
@@ -96,7 +98,8 @@ def _print_once(base: Path, interval: float, json_out: bool, svg: Path | None) -
         console = Console(record=svg is not None)
         console.print(view(found, base))
         if svg is not None:
-            console.save_svg(str(svg), title="mori-mp top")
+            image = console.export_svg(title="mori-mp top")
+            svg.write_text(_FONT_FACE.sub("", image), encoding="utf-8")
     return 0 if found else _NONE_FOUND
 
 

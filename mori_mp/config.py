@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -61,6 +62,7 @@ _Host = Annotated[str, Meta(pattern=r"^[^\s/]*$")]
 
 _HOST_TEXT = "a host name or IP address, or `auto` (also empty, `*`, `0.0.0.0`, `::`) for the detected one"
 _SIZE_TEXT = "a whole number, or text such as 512MiB or 1GB"
+_FILE_TEXT = "a path; `{pid}` (the stage's) and `{stage}` are replaced"
 _CPULIST_TEXT = "a kernel cpulist such as 0-3,8; empty = automatic"
 
 
@@ -250,10 +252,32 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         _Timeout,
         key("How long a worker may take over one transfer before it counts as hung.", unit="seconds"),
     ] = 30.0
-    health_dump_path: Annotated[str, key("File that health() is written to; empty = none.")] = ""
+    health_dump_path: Annotated[
+        str,
+        key(
+            "File that health documents are written to: at faults, on SIGUSR1 to the control process, and"
+            " periodically; empty = none.",
+            allowed=_FILE_TEXT,
+        ),
+    ] = ""
     health_dump_interval_seconds: Annotated[
         _Duration, key("Seconds between two such writes; 0 = no periodic writes.", unit="seconds")
     ] = 0.0
+    prometheus_port: Annotated[
+        _ListenPort,
+        key(
+            "Base of the port at which the control process serves Prometheus metrics (`/metrics`), on the"
+            " listener's address: `stage_id` is added. 0 = none. Needs the extra `metrics`."
+        ),
+    ] = 0
+    trace_path: Annotated[
+        str,
+        key(
+            "File that the spans of all transfers are written to when the connector closes, for Perfetto;"
+            " empty = none.",
+            allowed=_FILE_TEXT,
+        ),
+    ] = ""
     log_level: Annotated[
         Literal["", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
         key("Level of the connector's and its children's loggers; empty = as the stage has it."),
@@ -290,6 +314,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         endpoint = self._listener()
         return None if isinstance(endpoint, str) else endpoint
+
+    def metrics_port(self) -> int:
+        """Port that this stage's metrics are served at: one YAML does for all stages of a host. 0 = none."""
+        return self.prometheus_port and self.prometheus_port + max(self.stage_id, 0)
 
     def no_listener_reason(self) -> str:
         """Why listener_endpoint() is None and what to set, for the error message; "" where it is not None."""
@@ -360,6 +388,16 @@ _RULES = (
         ("health_dump_interval_seconds", "health_dump_path"),
         lambda interval, path: interval > 0 and path == "",
         "there is no file to write to; set health_dump_path, or leave the interval at 0",
+    ),
+    _Rule(
+        ("prometheus_port", "stage_id"),
+        lambda port, stage: port and port + max(stage, 0) > 65535,
+        "their sum is the port that is bound, and it is no port (1..65535)",
+    ),
+    _Rule(
+        ("prometheus_port",),
+        lambda port: port and find_spec("prometheus_client") is None,
+        "metrics need prometheus-client, which is not installed: pip install 'mori-mp[metrics]', or set 0",
     ),
 )
 

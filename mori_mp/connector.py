@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -30,12 +31,17 @@ from mori_mp import heart as hearts
 from mori_mp.backend import choose
 from mori_mp.config import ConnectorConfig
 from mori_mp.endpoint import check_bindable, resolve_host
-from mori_mp.health import connector_health
+from mori_mp.health import StageHealth
 from mori_mp.link import Us
+from mori_mp.meters import StageMeters
 from mori_mp.publisher import Publisher
 from mori_mp.receiver import Receiver, Timeouts, Wanted
 from mori_mp.shared.errors import ConnectorClosed, MoriMPError, PoolExhausted, SenderUnknown, StartupError
+from mori_mp.shared.faults import Faults
+from mori_mp.shared.files import expand
 from mori_mp.shared.pool import Pool, host_id
+from mori_mp.shared.procinfo import startup_line
+from mori_mp.shared.tracing import TraceFile
 from mori_mp.shared.wire import edge_name, internal_key
 from mori_mp.slots import PoolSlots
 from mori_mp.workers import engines
@@ -43,6 +49,7 @@ from mori_mp.workers import engines
 logger = logging.getLogger(__name__)
 
 _CLOSE_WAIT_SECONDS = 0.5
+_DUMP_WAIT_SECONDS = 0.2
 _START_WAIT_SECONDS = 2.0  # for a listener that is just being started
 
 
@@ -80,7 +87,11 @@ class MoriTransferEngineConnector:
         self._pool = Pool.create(settings.memory_pool_size, f"stage{max(self.stage_id, 0)}-{self._epoch}")
         self.slots = PoolSlots(self._pool)
         engine_desc, self._mem_desc = engines.describe(self.backend_type, self._pool)
-        self.publisher = Publisher(self.slots)
+        self.faults = Faults("stage")
+        self._trace = self._trace_file()
+        tracer = self._trace.tracer if self._trace is not None else None
+        meters = StageMeters(bool(settings.prometheus_port), tracer)
+        self.publisher = Publisher(self.slots, meters)
         lease = settings.delivery != "landing"
         self.receiver = Receiver(
             Us(self._epoch, host_id(), engine_desc, self._mem_desc, lease),
@@ -90,6 +101,8 @@ class MoriTransferEngineConnector:
             ),
             lease,
             settings.decode == "view",
+            meters,
+            self.faults,
         )
         self.heart: hearts.Heart | None = None
         self._starting = threading.Lock()
@@ -98,6 +111,17 @@ class MoriTransferEngineConnector:
         self._pool_in_use = False
         self._calls_changed = threading.Condition()
         self.metrics = {"puts": 0, "bytes_put": 0, "errors": 0}
+        self._health = StageHealth(
+            self._fixed_health(),
+            self.metrics,
+            self.slots,
+            self.publisher,
+            self.receiver,
+            meters,
+            self.faults,
+            self._path(settings.health_dump_path),
+        )
+        self._observed = bool(settings.prometheus_port or settings.health_dump_path)
         self._closed = False
         try:
             if settings.start == "at_once":
@@ -107,6 +131,37 @@ class MoriTransferEngineConnector:
         except BaseException:
             self.close()
             raise
+        logger.info(
+            startup_line(
+                "stage",
+                engine=self.backend_type,
+                device=settings.memory_pool_device,
+                cpus=frozenset(os.sched_getaffinity(0)),
+                endpoint=f"tcp://{self.heart.host}:{self.heart.port}" if self.heart is not None else "",
+                stage=self.stage_id,
+                connector=self.role,
+            )
+        )
+
+    def _fixed_health(self) -> dict[str, Any]:
+        """Return what health() says of this connector and never changes."""
+        return {
+            "host": self.host,
+            "pool_device": self.settings.memory_pool_device,
+            "pool_size": self.settings.memory_pool_size,
+            "engine_key": self.engine_key,
+            "role": self.role,
+            "stage_id": self.stage_id,
+            "engine": self.backend_type,
+            "engine_reason": self.backend_reason,
+        }
+
+    def _path(self, configured: str) -> Path | None:
+        return expand(configured, pid=os.getpid(), stage=self.stage_id) if configured else None
+
+    def _trace_file(self) -> TraceFile | None:
+        path = self._path(self.settings.trace_path)
+        return TraceFile(path, self.stage_id, self._epoch) if path is not None else None
 
     # --------------------------------------------------------------------------- set-up
     @property
@@ -144,6 +199,8 @@ class MoriTransferEngineConnector:
                     endpoint=(resolve_host(endpoint[0]), endpoint[1]),
                     replay=self.publisher.replay,
                     freed=self.publisher.freed,
+                    health=self._health,
+                    trace_folder=str(self._trace.folder) if self._trace is not None else "",
                 )
                 try:
                     self._check_open("put")
@@ -151,6 +208,7 @@ class MoriTransferEngineConnector:
                     heart.supervisor.close()
                     raise
                 self.publisher.attach(heart.supervisor.hot)
+                self._health.attach(heart)
                 self.heart = heart
             return self.heart
 
@@ -173,7 +231,8 @@ class MoriTransferEngineConnector:
     def _start_ahead(self) -> None:
         """Start the listener in the background, once, unless this is a receiver that is not to have one."""
         self._started_ahead = True
-        if self.can_put and (self.role != "receiver" or self.settings.prestart):
+        wanted = self.role != "receiver" or self.settings.prestart or self._observed
+        if self.can_put and wanted:
             threading.Thread(target=self._prestart, name="mori-mp-prestart", daemon=True).start()
 
     def _prestart(self) -> None:
@@ -220,13 +279,17 @@ class MoriTransferEngineConnector:
             heart = self._ensure_heart()
             if heart.supervisor.failed:
                 self.metrics["errors"] += 1
-                logger.error("put of %r refused: %s", put_key, heart.supervisor.failed)
+                edge = edge_name(from_stage, to_stage)
+                text = f"put of {put_key!r} refused: {heart.supervisor.failed}"
+                self.faults.report(logger, "put_refused", text, key=put_key, edge=edge)
                 return False, 0, None
             try:
                 done = self.publisher.put(put_key, internal_key(put_key, from_stage, to_stage), data)
             except PoolExhausted as exc:
                 self.metrics["errors"] += 1
-                logger.error("put of %r (%s -> %s) failed: %s", put_key, from_stage, to_stage, exc)
+                edge = edge_name(from_stage, to_stage)
+                text = f"put of {put_key!r} ({from_stage} -> {to_stage}) failed: {exc}"
+                self.faults.report(logger, "pool_exhausted", text, key=put_key, edge=edge)
                 return False, 0, None
             if done is None:
                 logger.warning(
@@ -275,6 +338,8 @@ class MoriTransferEngineConnector:
             return self.receiver.get(self._wanted(from_stage, to_stage, get_key, metadata), deadline)
 
     def _wanted(self, from_stage: str, to_stage: str, key: str, metadata: Any) -> Wanted:
+        if self._observed and not self._started_ahead and self.heart is None:
+            self._start_ahead()  # else the last stage of a host that starts connectors on use reports nothing
         if isinstance(metadata, Mapping) and isinstance(metadata.get(key), Mapping):
             metadata = metadata[key]
         found: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
@@ -341,7 +406,7 @@ class MoriTransferEngineConnector:
         try:
             with self._calling("health"):
                 self.publisher.collect()
-                return connector_health(self)
+                return self._health.document()
         except ConnectorClosed:
             return {"status": "unhealthy", "error": "Connector is closed"}
 
@@ -358,6 +423,9 @@ class MoriTransferEngineConnector:
             self._starting.release()
             if self.heart is not None:
                 self.heart.supervisor.close()
+        self._health.close(_DUMP_WAIT_SECONDS)
+        if self._trace is not None:
+            self._trace.finish()
         with self._calls_changed:
             if self._calls_changed.wait_for(lambda: self._calls == 0, _CLOSE_WAIT_SECONDS):
                 self._let_go_of_pool()

@@ -1,60 +1,167 @@
-"""What health() reports: the in-tree class's keys, and the state of every part behind them."""
+"""What health() reports: the in-tree class's keys, and the state of every part behind them.
+
+`StageHealth` is one connector's view of itself. It makes the stage's part of a health document (the control
+process asks for that too), and the whole document for health(): see docs/health-schema.md. It knows the
+connector's parts, never the connector, so that it keeps none alive.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mori_mp.meters import StageMeters
+from mori_mp.publisher import Publisher
+from mori_mp.receiver import Receiver
+from mori_mp.shared.faults import Faults
+from mori_mp.shared.procinfo import ProcessTable
+from mori_mp.shared.topology import format_cpulist
+from mori_mp.slots import PoolSlots
+from mori_mp.workers.dump import DumpFile
+from mori_mp.workers.report import Child, Part, compose, fit, process_rows, worker_child
+
 if TYPE_CHECKING:
-    from mori_mp.connector import MoriTransferEngineConnector
+    from mori_mp.heart import Heart
 
 CONTROL_ANSWER_SECONDS = 0.5
+_GET_ERRORS = ("errors", "corrupt", "pool_exhausted", "refused")
 
 
-def connector_health(connector: MoriTransferEngineConnector) -> dict[str, Any]:
-    """Gather a report; a control process that does not answer in time is marked stale, not waited for."""
-    receiver = connector.receiver.report()
-    received = receiver["counters"]
-    report: dict[str, Any] = {
-        "status": "healthy",
-        "host": connector.host,
-        "pool_device": connector.settings.memory_pool_device,
-        "pool_size": connector.settings.memory_pool_size,
-        "engine_key": connector.engine_key,
-        "puts": connector.metrics["puts"],
-        "gets": received["gets"],
-        "bytes_transferred": connector.metrics["bytes_put"] + received["bytes"],
-        "errors": connector.metrics["errors"]
-        + received["errors"]
-        + received["corrupt"]
-        + received["pool_exhausted"]
-        + received["refused"],
-        "timeouts": received["timeouts"],
-        "role": connector.role,
-        "stage_id": connector.stage_id,
-        "engine": connector.backend_type,
-        "engine_reason": connector.backend_reason,
-        "pool": {**connector.slots.stats(), "published": connector.publisher.outstanding},
-        "receiver": receiver,
-    }
-    heart = connector.heart
-    if heart is None:
-        return report
-    supervisor = heart.supervisor
-    report["pinning"] = {
-        "node": heart.plan.node,
-        "degraded": heart.plan.degraded,
-        "reasons": heart.plan.reasons,
-    }
-    report["control_restarts"] = supervisor.restarts
-    report["put_pool_exhausted"] = connector.publisher.exhausted
-    sender = supervisor.health(CONTROL_ANSWER_SECONDS)
-    report["sender"] = sender if sender is not None else {"stale": True}
-    if supervisor.failed:
-        report.update(status="unhealthy", error=supervisor.failed)
-    elif supervisor.pool_error:
-        report.update(status="degraded", error=supervisor.pool_error)
-    elif sender is None:
-        report.update(status="degraded", error="the control process does not answer")
-    elif not all(worker["ready"] for worker in sender["workers"]):
-        report.update(status="degraded", error="a transfer worker is not up")
-    return report
+class StageHealth:
+    """See the module's docstring. Thread-safe.
+
+    fixed: keys of the document that never change. counters: the connector's own (`puts`, `bytes_put`,
+    `errors`). dump_path: where a dump goes that the stage has to make, "" for none.
+    """
+
+    def __init__(
+        self,
+        fixed: Mapping[str, Any],
+        counters: Mapping[str, int],
+        slots: PoolSlots,
+        publisher: Publisher,
+        receiver: Receiver,
+        meters: StageMeters,
+        faults: Faults,
+        dump_path: Path | None,
+    ) -> None:
+        self._fixed = fixed
+        self._counters = counters
+        self._slots = slots
+        self._publisher = publisher
+        self._receiver = receiver
+        self._meters = meters
+        self.faults = faults
+        self._started_at = time.monotonic()
+        self._heart: Heart | None = None
+        self._table = ProcessTable()
+        self._lock = threading.Lock()  # of what follows
+        self._sender: dict[str, Any] | None = None
+        self._sender_at = 0.0
+        self._dump = DumpFile(dump_path) if dump_path is not None else None
+
+    @property
+    def started_at(self) -> float:
+        """Return when the connector was made, in monotonic seconds."""
+        return self._started_at
+
+    def attach(self, heart: Heart) -> None:
+        """The connector has a control process from now on."""
+        self._heart = heart
+
+    # ---------------------------------------------------------------------------- parts
+    def stage_part(self) -> dict[str, Any]:
+        """Describe what only the stage knows."""
+        self.faults.flush()
+        received = self._receiver.report()
+        counters = received["counters"]
+        part: dict[str, Any] = {
+            **self._fixed,
+            "puts": self._counters["puts"],
+            "gets": counters["gets"],
+            "bytes_transferred": self._counters["bytes_put"] + counters["bytes"],
+            "errors": self._counters["errors"] + sum(counters[name] for name in _GET_ERRORS),
+            "timeouts": counters["timeouts"],
+            "pool": {
+                **self._slots.stats(),
+                "published": self._publisher.outstanding,
+                "quarantined_bytes": sum(sender["quarantined_bytes"] for sender in received["senders"]),
+            },
+            "put_pool_exhausted": self._publisher.exhausted,
+            "control_restarts": 0,
+            "receiver": received,
+            "edges": self._meters.report(),
+            "faults": self.faults.as_dict(),
+            "queues": {
+                "publish_backlog": self._publisher.backlog,
+                "ready_notices": sum(sender["ready"] for sender in received["senders"]),
+            },
+            "transfer_families": self._meters.transfer_families(),
+        }
+        heart = self._heart
+        if heart is not None:
+            supervisor, plan = heart.supervisor, heart.plan
+            part["control_restarts"] = supervisor.restarts
+            part["pinning"] = {"node": plan.node, "degraded": plan.degraded, "reasons": list(plan.reasons)}
+            part["failed"], part["pool_error"] = supervisor.failed, supervisor.pool_error
+        return part
+
+    def document(self) -> dict[str, Any]:
+        """Make the whole document; a control process that does not answer in time is not waited for."""
+        heart = self._heart
+        answer = heart.supervisor.health(CONTROL_ANSWER_SECONDS) if heart is not None else None
+        return self._compose(answer)
+
+    def _compose(self, answer: dict[str, Any] | None) -> dict[str, Any]:
+        heart, stage = self._heart, Part(self.stage_part())
+        with self._lock:
+            now = time.monotonic()
+            if answer is not None:
+                self._sender, self._sender_at = answer, now
+            sender = None
+            if heart is not None:
+                sender = Part(self._sender, now - self._sender_at if self._sender else 0.0, answer is None)
+            rows = process_rows(
+                self._table, os.getpid(), now - self._started_at, _children(heart, sender) if heart else []
+            )
+        return compose(stage, sender, rows, reporter="stage")
+
+    # ---------------------------------------------------------------------------- dumps
+    def dump(self, cause: str) -> None:
+        """Write a dump at a fault that leaves no control process to do it; never waits."""
+        if self._dump is not None:
+            self._dump.write_aside(fit({**self._compose(None), "reason": f"fault: {cause}"}))
+
+    def close(self, timeout: float) -> None:
+        """Give a dump that is being written up to timeout seconds."""
+        if self._dump is not None:
+            self._dump.finish(timeout)
+
+
+def _children(heart: Heart, sender: Part | None) -> list[Child]:
+    """List the control process, as the supervisor knows it, and the workers, as that last told of them."""
+    report = (sender.report if sender is not None else None) or {}
+    stale = sender is None or sender.stale
+    control = report.get("control", {})
+    pid = heart.supervisor.pid or None
+    ours = control.get("pid") == pid
+    asked = format_cpulist(heart.plan.control or ())
+    children = [
+        Child(
+            "control",
+            None,
+            pid,
+            pid is not None and not stale,
+            stale,
+            control.get("uptime_s") if ours else None,
+            heart.supervisor.restarts,
+            asked,
+        )
+    ]
+    for worker in report.get("workers", ()) if ours else ():
+        children.append(worker_child(worker, stale))
+    return children

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 
 from mori_mp.config import ConnectorConfig
+from mori_mp.health import StageHealth
 from mori_mp.pins import card_of, make_plan
 from mori_mp.shared import registry, runtime
 from mori_mp.shared.errors import StartupError
-from mori_mp.shared.messages import ControlSetup
+from mori_mp.shared.messages import ControlSetup, Observing
 from mori_mp.shared.pinning import Plan
 from mori_mp.shared.pool import Pool
 from mori_mp.workers.inline import ControlThread
@@ -53,8 +54,10 @@ def start(
     endpoint: tuple[str, int],
     replay: Callable[[], Any],
     freed: Callable[[list[int]], None],
+    health: StageHealth,
+    trace_folder: str = "",
 ) -> Heart:
-    """Start control process and workers and wait until they serve.
+    """Start control process and workers and wait until they serve. trace_folder: of spans, "" for none.
 
     Raises StartupError (port taken, engine failing, ...), PinningError, ConfigError.
     """
@@ -98,12 +101,26 @@ def start(
         prefault=config.prefault,
         lane_path=f"{folder}/lane-{{incarnation}}.sock",
         health_socket=str(folder / registry.HEALTH_SOCKET),
+        device=config.memory_pool_device,
+        observing=Observing(
+            stage_id=config.stage_id,
+            stage_pid=os.getpid(),
+            stage_started=health.started_at,
+            stage_report=health.stage_part(),
+            dump_path=config.health_dump_path,
+            dump_interval_seconds=config.health_dump_interval_seconds,
+            prometheus_port=config.metrics_port(),
+            trace_folder=trace_folder,
+        ),
     )
     launch = (lambda setup, _: ControlThread(setup, pool)) if threads else launch_process
-    supervisor = Supervisor(template, pool, folder, launch, replay, freed)
+    supervisor = Supervisor(
+        template, pool, folder, launch, replay, freed, health.stage_part, health.dump, health.faults
+    )
     try:
         supervisor.start()
-        registry.write(folder, msgspec.structs.replace(card, endpoint=_tcp(host, supervisor.port)))
+        card = msgspec.structs.replace(card, endpoint=_tcp(host, supervisor.port), serving=True)
+        registry.write(folder, card)
     except BaseException:
         supervisor.close()
         raise
@@ -137,6 +154,7 @@ def _introduce(
             started=time.time(),
             engine=engine,
             endpoint=endpoint,
+            serving=False,
             worker_mode=config.worker_mode,
             pool_device=config.memory_pool_device,
             pool_size=config.memory_pool_size,

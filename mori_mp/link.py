@@ -26,6 +26,7 @@ from mori_mp.link_v1 import V1Requests
 from mori_mp.mailbox import Mailbox
 from mori_mp.shared import wire
 from mori_mp.shared.errors import EngineUnavailable, WireError
+from mori_mp.shared.faults import Faults
 from mori_mp.shared.pool import Pool, PoolDescriptor, process_group_alive
 from mori_mp.switchboard import Line, Switchboard
 
@@ -93,8 +94,15 @@ class Link:
     """See the module's docstring. Deadlines are monotonic seconds."""
 
     def __init__(
-        self, board: Switchboard, host: str, port: int, us: Us, on_change: Callable[[], None]
+        self,
+        board: Switchboard,
+        host: str,
+        port: int,
+        us: Us,
+        on_change: Callable[[], None],
+        faults: Faults | None = None,
     ) -> None:
+        self._faults = faults if faults is not None else Faults("stage")
         self.address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         self.host = host
         self.port = port
@@ -142,6 +150,11 @@ class Link:
     def edges(self) -> list[str]:
         """Edges that we subscribe to."""
         return list(self._edges)
+
+    @property
+    def epoch(self) -> str:
+        """Return which stage serves the sender's port, "" before first contact."""
+        return self.welcome.epoch if self.welcome is not None else ""
 
     @property
     def can_lease(self) -> bool:
@@ -212,7 +225,8 @@ class Link:
             else:
                 raise WireError(f"unexpected reply of {len(frames)} frames")
         except WireError as exc:
-            logger.error("from %s: %s", self.address, exc)
+            text = f"from {self.address}: {exc}"
+            self._faults.report(logger, "notice_invalid", text, peer=self.address)
 
     def _open_lane(self, path: str) -> None:
         """Move the session to the sender's lane, if it can be reached from here."""
@@ -253,7 +267,11 @@ class Link:
             if request is not None:
                 request.done = notice
             orphan = self._orphans.pop(notice.corr, None)  # also when it is given up just now
-            if orphan is not None:
+            if orphan is None:
+                return
+            if notice.status == wire.LOST and orphan.message.lease:
+                self._send_anew(orphan, self._orphans)  # we may hold it, and must know
+            else:
                 _end_orphan(orphan, notice)
         elif isinstance(notice, wire.Gone):
             self.mailbox.withdraw(notice)
@@ -297,11 +315,9 @@ class Link:
     def _succeeded(self, before: wire.Welcome, welcome: wire.Welcome) -> None:
         """Another process serves the sender's port."""
         same_stage = before.epoch == welcome.epoch
-        logger.warning(
-            "sender at %s is a new %s; renewing the session",
-            self.address,
-            "control process" if same_stage else "stage",
-        )
+        what = "control process" if same_stage else "stage"
+        text = f"sender at {self.address} is a new {what}; renewing the session"
+        self._faults.report(logger, "sender_restarted", text, peer=self.address, level=logging.WARNING)
         if not same_stage:
             self.mailbox = Mailbox()
             for request in list(self._requests.values()):
@@ -374,7 +390,7 @@ class Link:
         if request.done is not None or request.is_refused:  # just now, beside us
             if self._orphans.pop(message.corr, None) is not None:
                 _end_orphan(request, request.done)
-        elif not message.lease and self.peer is Peer.V2 and request.is_for(self.welcome):
+        elif self.peer is Peer.V2 and request.is_for(self.welcome):
             self._post(wire.Abandon([message.corr]))
 
     def settle(self, consumed: int | None = None, released: int | None = None) -> None:
@@ -398,7 +414,7 @@ class Link:
             if same_host and orphan.group and not process_group_alive(orphan.group):
                 if self._orphans.pop(corr, None) is not None:
                     _end_orphan(orphan, None)
-            elif not orphan.message.lease and orphan.is_for(self.welcome):
+            elif orphan.is_for(self.welcome):
                 asked.append(corr)  # its answer may have been lost
         if asked and self.peer is Peer.V2:
             self._post(wire.Abandon(asked[: wire.MAX_SETTLED]))

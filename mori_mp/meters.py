@@ -7,12 +7,15 @@ histograms of vLLM-Omni's metric families, cost nothing unless they were asked f
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mori_mp.shared import families
 from mori_mp.shared.histogram import Edges, Histogram
 from mori_mp.shared.tracing import Tracer
 from mori_mp.shared.wire import edge_of
+
+if TYPE_CHECKING:
+    from mori_mp.receiver import Wanted
 
 
 class StageEdge:
@@ -31,7 +34,7 @@ class StageEdge:
 
 
 class StageMeters:
-    """See the module's docstring. export: count for vLLM-Omni's families too. Times are CLOCK_MONOTONIC ns."""
+    """See the module's docstring; times are CLOCK_MONOTONIC ns. export: count vLLM-Omni's families too."""
 
     def __init__(self, export: bool = False, tracer: Tracer | None = None) -> None:
         self.edges: Edges[StageEdge] = Edges(StageEdge)
@@ -55,13 +58,17 @@ class StageMeters:
         edge.received += 1
         edge.received_bytes += size
 
-    def fetched(self, name: str, known_ns: int) -> None:
-        """A payload that was known to be there at known_ns is usable now."""
-        spent = time.monotonic_ns() - known_ns
-        edge = self.edges[name]
-        edge.fetch.record(spent // 1000)
+    def fetched(self, wanted: Wanted, known_ns: int, size: int, generation: int, epoch: str) -> None:
+        """A payload that was known to be there at known_ns is usable now; epoch is its sender's."""
+        now = time.monotonic_ns()
+        edge = self.edges[wanted.edge]
+        edge.fetch.record((now - known_ns) // 1000)
         if self._export:
-            edge.rx.record(spent / 1e9)
+            edge.rx.record((now - known_ns) / 1e9)
+        if self.tracer is not None:
+            self.tracer.add(
+                "usable", known_ns, now, wanted.key, generation=generation, size=size, epoch=epoch
+            )
 
     # -------------------------------------------------------------------------- reports
     def report(self) -> dict[str, Any]:

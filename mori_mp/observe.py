@@ -37,8 +37,10 @@ class Sample(msgspec.Struct, frozen=True):
 
     @property
     def status(self) -> str:
-        """healthy, degraded or unhealthy; a control process that does not answer is unhealthy."""
-        return str((self.document or {}).get("status", "healthy" if self.document else "unhealthy"))
+        """healthy, degraded or unhealthy, as the document says; without one, starting or unhealthy."""
+        if self.document is None:
+            return "unhealthy" if self.found.card.serving else "starting"
+        return str(self.document.get("status", "unhealthy"))
 
     @property
     def reason(self) -> str:
@@ -96,8 +98,10 @@ def _ask(found: Found, timeout: float) -> Sample:
     try:
         document = registry.read_health(found.health_socket, timeout)
     except (OSError, ValueError) as exc:
-        text = str(exc) or type(exc).__name__
-        return Sample(found, time.monotonic(), None, f"the control process does not answer: {text}")
+        text = f"the control process does not answer: {str(exc) or type(exc).__name__}"
+        if not found.card.serving:
+            text = "its control process and workers are being started"
+        return Sample(found, time.monotonic(), None, text)
     return Sample(found, time.monotonic(), document)
 
 

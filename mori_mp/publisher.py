@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import select
 import threading
 import time
@@ -19,6 +20,7 @@ import torch
 
 from mori_mp import codec
 from mori_mp.managed import ManagedBuffer
+from mori_mp.meters import StageMeters
 from mori_mp.shared import wire
 from mori_mp.shared.errors import PayloadError, PoolExhausted
 from mori_mp.shared.messages import HotToControl, Publish, Withdraw
@@ -41,10 +43,12 @@ class _Publication(NamedTuple):
 class Publisher:
     """See the module's docstring. Thread-safe."""
 
-    def __init__(self, slots: PoolSlots) -> None:
+    def __init__(self, slots: PoolSlots, meters: StageMeters) -> None:
         self._slots = slots
+        self._meters = meters
         self._hot: HotChannel | None = None
-        self._generations = itertools.count(1)
+        # No two stages count alike: what names a generation of our predecessor's means nothing here.
+        self._generations = itertools.count(secrets.randbits(39) << 20 | 1)
         self._live: dict[int, _Publication] = {}
         self._by_name: dict[str, set[int]] = {}
         self._offsets: set[int] = set()
@@ -60,6 +64,11 @@ class Publisher:
         """Publications whose memory has not come back yet."""
         return len(self._live)
 
+    @property
+    def backlog(self) -> int:
+        """Messages that the control process has not yet had room for."""
+        return self._hot.backlog if self._hot is not None else 0
+
     # ---------------------------------------------------------------------------- put
     def put(self, name: str, key: str, data: Any) -> tuple[int, bool] | None:
         """Publish a payload under an internal key; name is what cleanup() will be called with.
@@ -67,13 +76,14 @@ class Publisher:
         Returns (bytes, fast_path), or None for an empty payload. Raises PayloadError for an object that
         cannot be encoded, PoolExhausted when the pool stays too full for it.
         """
+        began_ns = time.monotonic_ns()
         if len(key.encode()) > wire.MAX_KEY_BYTES:
             raise PayloadError(f"key {key[:80]!r}… is longer than {wire.MAX_KEY_BYTES} bytes")
         self.collect()
         own = self._own_slot(data)
         if own is not None:
             offset, size = own
-            self._publish(name, key, offset, size, True)
+            self._publish(name, key, offset, size, True, began_ns)
             return size, True
         if isinstance(data, ManagedBuffer) or _is_managed(data):
             data = data.tensor
@@ -84,7 +94,7 @@ class Publisher:
             offset = self._alloc(size)
             copy_memory(self._slots.pool.address + offset, address, size)
             del keepalive
-            self._publish(name, key, offset, size, True)
+            self._publish(name, key, offset, size, True, began_ns)
             return size, True
         plan = codec.plan(data)
         offset = self._alloc(plan.nbytes)
@@ -93,7 +103,7 @@ class Publisher:
         except BaseException:
             self._slots.give_back(offset)
             raise
-        self._publish(name, key, offset, plan.nbytes, False)
+        self._publish(name, key, offset, plan.nbytes, False, began_ns)
         return plan.nbytes, False
 
     def _own_slot(self, data: Any) -> tuple[int, int] | None:
@@ -140,14 +150,15 @@ class Publisher:
                 time.sleep(pause)  # dead, and its successor not there yet
         self.collect()
 
-    def _publish(self, name: str, key: str, offset: int, size: int, fast_path: bool) -> None:
+    def _publish(self, name: str, key: str, offset: int, size: int, fast_path: bool, began_ns: int) -> None:
         assert self._hot is not None
-        message = Publish(key, next(self._generations), offset, size, fast_path)
+        message = Publish(key, next(self._generations), offset, size, fast_path, False, began_ns // 1000)
         with self._lock:
             self._live[message.generation] = _Publication(message, name)
             self._offsets.add(offset)
             self._by_name.setdefault(name, set()).add(message.generation)
         self._hot.send(message)
+        self._meters.put(key, began_ns, message.generation, size)
 
     # ------------------------------------------------------------------------- release
     def collect(self) -> None:

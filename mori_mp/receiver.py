@@ -27,8 +27,10 @@ import torch
 from mori_mp import codec
 from mori_mp.link import Link, Peer, Us
 from mori_mp.managed import ManagedBuffer
+from mori_mp.meters import StageMeters
 from mori_mp.shared import wire
 from mori_mp.shared.errors import CorruptPayload, EngineUnavailable, PoolExhausted, WireError
+from mori_mp.shared.faults import Faults
 from mori_mp.slots import PoolSlots
 from mori_mp.switchboard import Switchboard
 
@@ -78,8 +80,20 @@ class _Late(NamedTuple):
 class Receiver:
     """See the module's docstring. Thread-safe. slots is None until the connector has a pool."""
 
-    def __init__(self, us: Us, slots: PoolSlots, timeouts: Timeouts, lease: bool, decode_view: bool) -> None:
+    def __init__(
+        self,
+        us: Us,
+        slots: PoolSlots,
+        timeouts: Timeouts,
+        lease: bool,
+        decode_view: bool,
+        meters: StageMeters,
+        faults: Faults,
+    ) -> None:
         self._us = us
+        self._meters = meters
+        self._faults = faults
+        self._quarantine: dict[int, tuple[Link, int]] = {}  # offset of a landing slot -> sender, bytes
         self._slots = slots
         self._pool_tensor = torch.frombuffer(slots.pool.view, dtype=torch.uint8)
         self._timeouts = timeouts
@@ -98,7 +112,9 @@ class Receiver:
         with self._links_lock:
             link = self._links.get((host, port))
             if link is None:
-                link = self._links[host, port] = Link(self._board, host, port, self._us, self._on_change)
+                link = self._links[host, port] = Link(
+                    self._board, host, port, self._us, self._on_change, self._faults
+                )
         if edge:
             link.subscribe(edge)
         return link
@@ -131,6 +147,13 @@ class Receiver:
         With a deadline (monotonic seconds) it is waited for until then. Without, only a transfer that has
         begun, or one that complete metadata promises, is waited for. Raises CorruptPayload.
         """
+        began_ns = time.monotonic_ns()
+        found = self._get(wanted, deadline)
+        if found is not None:
+            self._meters.got(wanted.edge, began_ns, found[1])
+        return found
+
+    def _get(self, wanted: Wanted, deadline: float | None) -> tuple[Any, int] | None:
         if self._late:
             self._drop_late(time.monotonic() - self._timeouts.late)
             late = self._take_late(wanted.key)
@@ -144,17 +167,23 @@ class Receiver:
                 return self._get_v1(link, wanted, deadline)
             ready = self._find(link, wanted, deadline)
             if ready is _LATE:
-                return self.get(wanted, deadline)
+                return self._get(wanted, deadline)
             if ready is None and link.is_v1():
                 continue
             if ready is None:
                 if not wanted.size:
                     self.counters["misses"] += 1
                     return None
+                if deadline is not None:  # it is over: a pull now would be given up as soon as it is sent
+                    self._count_timeout(wanted, link, f"its {wanted.size} bytes were not announced in time")
+                    return None
                 ready = wire.Ready(wanted.key, 0, wanted.size, wanted.fast_path, _NOTHING)
             elif not link.mailbox.take(ready):
                 continue  # another thread has it
+            known_ns = time.monotonic_ns()
             result = self._fetch(link, wanted, ready, deadline)
+            if result is not None:
+                self._meters.fetched(wanted, known_ns, result[1], ready.generation, link.epoch)
             if result is None and link.is_v1():
                 continue  # a v1 sender has come in its place
             if result is not None or deadline is None or time.monotonic() >= deadline:
@@ -180,8 +209,12 @@ class Receiver:
             link.audit(time.monotonic())
             if time.monotonic() >= deadline:
                 if wanted.size:
-                    self._count_timeout(wanted, f"no answer from {link.address}")
+                    self._count_timeout(wanted, link, "the sender has not answered at all")
                 self.counters["unreached"] += 1
+                text = "the sender has not been reached yet"
+                self._faults.report(
+                    logger, "sender_unreached", text, edge=wanted.edge, peer=link.address, level=logging.INFO
+                )
                 return False
         return True
 
@@ -233,23 +266,39 @@ class Receiver:
         generation = ready.generation
         try:
             lent = link.lent_pool()
-            view = lent.view(ready.offset, ready.size)
             buffer = lent.claim(
                 ready.offset, ready.size, generation, lambda: link.settle(consumed=generation)
             )
         except (EngineUnavailable, WireError) as exc:
-            logger.error("offer of %r from %s: %s", ready.key, link.address, exc)
+            self._fault("get_failed", f"an offer cannot be read: {exc}", ready.key, link)
             return None
         if buffer is None:
             return None
         if not link.mailbox.mark_taken(generation):
             buffer.release()
             return None
+        view = lent.view(ready.offset, ready.size)
         return self._finish(ready.key, ready.fast_path, _Delivery(view, buffer), "lease")
+
+    def _pull(self, link: Link, request: wire.Pull, ready: wire.Ready, deadline: float) -> wire.Done | None:
+        tracer = self._meters.tracer
+        if tracer is None:
+            return link.pull(request, deadline)
+        began_ns = time.monotonic_ns()
+        done = link.pull(request, deadline)
+        tracer.add(
+            "pull",
+            began_ns,
+            time.monotonic_ns(),
+            ready.key,
+            generation=done.generation if done is not None else ready.generation,
+            size=ready.size,
+        )
+        return done
 
     def _fetch_lease(self, link: Link, ready: wire.Ready, deadline: float) -> tuple[Any, int] | None:
         request = link.new_pull(ready.key, ready.size, 0, True)
-        done = link.pull(request, deadline)
+        done = self._pull(link, request, ready, deadline)
         if done is None:
 
             def on_late(done: wire.Done | None) -> None:
@@ -274,19 +323,18 @@ class Receiver:
         generation = done.generation
         try:
             lent = link.lent_pool()
-            view = lent.view(done.offset, done.size)
             buffer = lent.lease(done.offset, done.size, generation, lambda: link.settle(released=generation))
         except (EngineUnavailable, WireError) as exc:
             link.settle(released=generation)
             self.counters["errors"] += 1
-            logger.error("get of %r from %s: %s", key, link.address, exc)
+            self._fault("get_failed", f"a lease cannot be read: {exc}", key, link)
             return None
         if buffer is None:
             return None
         if not link.mailbox.mark_taken(generation):
             buffer.release()  # it came in a notice, to another call
             return None
-        return _Delivery(view, buffer)
+        return _Delivery(lent.view(done.offset, done.size), buffer)
 
     def _fetch_landing(
         self, link: Link, ready: wire.Ready, deadline: float, wait_until: float | None
@@ -297,11 +345,13 @@ class Receiver:
                 link.mailbox.put_back(ready)
             return None
         request = link.new_pull(ready.key, ready.size, offset, False)
-        done = link.pull(request, deadline)
+        done = self._pull(link, request, ready, deadline)
         if done is None:
             self.counters["quarantined"] += 1
+            self._quarantine[offset] = link, ready.size
 
             def on_late(done: wire.Done | None) -> None:
+                self._quarantine.pop(offset, None)
                 if done is None or done.status or not link.mailbox.mark_taken(done.generation):
                     self._slots.give_back(offset)
                     return
@@ -340,17 +390,31 @@ class Receiver:
         pull = wire.PullRequest(wanted.key, us.engine_desc, us.mem_desc, offset, size)
         if deadline is None:
             deadline = time.monotonic() + self._transfer_seconds(size)
-        reply = link.v1.ask(wire.encode_v1(pull), deadline, lambda: self._slots.give_back(offset))
+        ended: list[bool] = []
+
+        def on_late_end() -> None:
+            ended.append(True)
+            self._quarantine.pop(offset, None)
+            self._slots.give_back(offset)
+
+        known_ns = time.monotonic_ns()
+        reply = link.v1.ask(wire.encode_v1(pull), deadline, on_late_end)
         if reply is None:
             self.counters["quarantined"] += 1
-            self._count_timeout(wanted, f"{link.address} did not end the transfer of {size} bytes in time")
+            self._quarantine[offset] = link, size
+            if ended:
+                self._quarantine.pop(offset, None)
+            self._count_timeout(wanted, link, f"the transfer of {size} bytes did not end in time")
             return None
         if reply != wire.TRANS_DONE:
             self._slots.give_back(offset)
             self.counters["errors"] += 1
-            logger.error("get of %r: %s refused or failed the transfer (%r)", wanted.key, link.address, reply)
+            text = f"the sender refused or failed the transfer ({reply!r})"
+            self._fault("get_refused", text, wanted.key, link)
             return None
-        return self._finish(wanted.key, fast_path, self._landed(offset, size), "landing")
+        found_there = self._finish(wanted.key, fast_path, self._landed(offset, size), "landing")
+        self._meters.fetched(wanted, known_ns, size, 0, "")
+        return found_there
 
     def _query_v1(self, link: Link, key: str, deadline: float | None) -> wire.QueryResponse | None:
         until = time.monotonic() + self._timeouts.query
@@ -363,7 +427,7 @@ class Receiver:
             return wire.decode_query_response(reply)
         except WireError as exc:
             self.counters["errors"] += 1
-            logger.error("query of %r at %s: %s", key, link.address, exc)
+            self._fault("get_failed", f"a query's answer makes no sense: {exc}", key, link)
             return None
 
     # ------------------------------------------------------------------------- outcomes
@@ -402,7 +466,8 @@ class Receiver:
             if not told:
                 told = True
                 self.counters["pool_exhausted"] += 1
-                logger.error("get of %r: no slot to land in: %s", key, exhausted)
+                text = f"get of {key!r}: no slot to land in: {exhausted}"
+                self._faults.report(logger, "pool_exhausted", text, key=key)
             now = time.monotonic()
             if deadline is None or now >= deadline or self._board.closed or size > self._slots.pool.size:
                 return None
@@ -431,7 +496,9 @@ class Receiver:
                     delivery.buffer.release()
         except CorruptPayload as exc:
             self.counters["corrupt"] += 1
-            raise CorruptPayload(f"payload {key!r} ({size} bytes, {how}) does not decode: {exc}") from exc
+            text = f"payload {key!r} ({size} bytes, {how}) does not decode: {exc}"
+            self._faults.report(logger, "corrupt", text, key=key)
+            raise CorruptPayload(text) from exc
 
     def _refused(self, link: Link, ready: wire.Ready, done: wire.Done) -> None:
         if done.status == wire.NOT_FOUND:
@@ -439,19 +506,23 @@ class Receiver:
             logger.debug("get of %r: %s", ready.key, done.message)
             return
         self.counters["refused"] += 1
-        logger.error("get of %r: %s answers %s: %s", ready.key, link.address, done.status, done.message)
+        self._fault("get_refused", f"the sender answers {done.status}: {done.message}", ready.key, link)
         if done.status in (wire.BUSY, wire.FAILED) and ready.generation:
             link.mailbox.put_back(ready)  # the sender keeps it for another try
 
     def _gave_up(self, link: Link, ready: wire.Ready) -> None:
         self.counters["timeouts"] += 1
-        logger.error("get of %r: %s did not answer in time (%d bytes)", ready.key, link.address, ready.size)
+        text = f"the sender did not answer a pull of {ready.size} bytes in time"
+        self._fault("get_timeout", text, ready.key, link)
         if ready.generation:
             link.mailbox.put_back(ready)
 
-    def _count_timeout(self, wanted: Wanted, what: str) -> None:
+    def _count_timeout(self, wanted: Wanted, link: Link, what: str) -> None:
         self.counters["timeouts"] += 1
-        logger.error("get of %r: %s", wanted.key, what)
+        self._fault("get_timeout", what, wanted.key, link)
+
+    def _fault(self, cause: str, text: str, key: str, link: Link) -> None:
+        self._faults.report(logger, cause, f"get of {key!r}: {text}", key=key, peer=link.address)
 
     def _transfer_seconds(self, size: int) -> float:
         return self._timeouts.transfer + 5.0 * (size // 100_000_000)
@@ -466,7 +537,7 @@ class Receiver:
 
     def report(self) -> Mapping[str, Any]:
         """Describe the state for health()."""
-        links = list(self._links.values())
+        links, quarantine = list(self._links.values()), list(self._quarantine.values())
         self._board.pump()
         self._drop_late(time.monotonic() - self._timeouts.late)
         return {
@@ -478,6 +549,7 @@ class Receiver:
                     "lease": link.can_lease,
                     "ready": len(link.mailbox),
                     "quarantined": link.quarantined + link.v1.quarantined,
+                    "quarantined_bytes": sum(size for held, size in quarantine if held is link),
                 }
                 for link in links
             ],

@@ -4,7 +4,8 @@
 #
 # Tried in order: $MORI_MP_PYTHON (and nothing else when it is set), python3 beside this file (a virtual
 # environment's bin), python3 and python on the PATH. From a source checkout any Python >= 3.10 will do: the planner
-# needs nothing outside the standard library.
+# needs nothing outside the standard library. Only --apply, which moves a running connector, needs mori-mp's own
+# dependencies.
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)

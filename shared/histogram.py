@@ -106,11 +106,12 @@ def quantile(histogram: Mapping[str, Any], fraction: float) -> float:
     for bucket, count in enumerate(buckets):
         if count and below + count >= rank:
             low = upper_us(bucket - 1) if bucket else 0
-            return low + (upper_us(bucket) - low) * (rank - below) / count
+            return float(low + (upper_us(bucket) - low) * (rank - below) / count)
         below += count
     return 0.0
 
 
 def mean_us(histogram: Mapping[str, Any]) -> float:
     """Return the exact mean of a reported histogram in microseconds, 0.0 for an empty one."""
-    return histogram["sum_us"] / histogram["count"] if histogram["count"] else 0.0
+    count = int(histogram["count"])
+    return int(histogram["sum_us"]) / count if count else 0.0

@@ -51,7 +51,7 @@ class PoolDescriptor(msgspec.Struct, array_like=True, frozen=True):
         """Decode a descriptor from the wire. Raises WireError."""
         try:
             desc = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
             raise WireError(f"undecodable memory descriptor of {len(data)} bytes: {exc}") from None
         if desc.size <= 0 or desc.size % BLOCK or desc.pid <= 0 or desc.fd < 0:
             raise WireError(f"impossible memory descriptor {desc}")
@@ -131,6 +131,9 @@ class Pool:
             ):
                 raise WireError(f"{desc} does not match what process {desc.pid} has open there")
             return cls(fd, desc.size, desc.name)
+        except OSError as exc:  # no memfd, or no room to map it
+            os.close(fd)
+            raise EngineUnavailable(f"pool {desc.name} of process {desc.pid} cannot be mapped: {exc}") from exc
         except BaseException:
             os.close(fd)
             raise

@@ -37,7 +37,7 @@ CARD = "connector.json"
 HEALTH_SOCKET = "health.sock"
 MAX_CARD_BYTES = 64 << 10
 MAX_HEALTH_BYTES = 1 << 20
-LOCK_SECONDS = 2.0
+LOCK_SECONDS = 5.0
 _LOCK_STEP_SECONDS = 0.01
 
 
@@ -52,7 +52,10 @@ class PlanCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """What a connector says of itself. Times are Unix seconds, sizes bytes."""
+    """What a connector says of itself. Times are Unix seconds, sizes bytes.
+
+    serving: its control process and workers have been up; before that it is starting.
+    """
 
     version: int = VERSION
     stage_id: int
@@ -62,6 +65,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     engine: str
     endpoint: str
+    serving: bool
     worker_mode: str
     pool_device: str
     pool_size: int
@@ -101,8 +105,14 @@ def write(folder: Path, card: Card) -> None:
 
 
 def live(base: Path) -> list[Found]:
-    """Find the connectors below a base directory whose stage is alive, by stage, the oldest first."""
+    """Find the connectors below a base directory whose stage is alive, by stage, the oldest first.
+
+    A base directory of another user holds none: its cards could say anything. Root may look everywhere.
+    """
     try:
+        if os.getuid() not in (0, base.stat().st_uid):
+            logger.warning("%s belongs to another user: passed over", base)
+            return []
         folders = sorted(entry for entry in base.iterdir() if entry.name.partition("-")[0].isdigit())
     except OSError:
         return []
@@ -145,17 +155,21 @@ def planning(base: Path) -> Iterator[bool]:
     fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + LOCK_SECONDS
-        while not (held := _try_lock(fd)) and time.monotonic() < deadline:
+        while (held := _try_lock(fd)) is None and time.monotonic() < deadline:
             time.sleep(_LOCK_STEP_SECONDS)  # flock() has no time-out of its own
-        yield held
+        yield bool(held)
     finally:
         os.close(fd)
 
 
-def _try_lock(fd: int) -> bool:
+def _try_lock(fd: int) -> bool | None:
+    """Take the lock; None: another has it, False: this file system has no such locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        return None
+    except OSError as exc:
+        logger.warning("cannot lock the base of runtime directories: %s", exc)
         return False
     return True
 

@@ -6,7 +6,7 @@
     dispatch  control    from a pull's arrival until a worker has the job
     write     worker     from taking the job until the bytes have landed
     reply     control    until the answer has left: since the write ended, or for a lease since the pull came
-    usable    receiver   from the payload, or the permission to read it, being there until get() returns it
+    usable    receiver   from a payload known to be there until get() returns it; a pull lies inside
 
 Every process has a `Tracer`, which keeps spans in memory and appends them to a part file of its own now and
 then; what a killed process had not yet appended is lost with it. The stage merges the parts when it closes.
@@ -28,6 +28,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from mori_mp.shared.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -236,3 +238,29 @@ def remove_parts(folder: Path, epoch: str) -> None:
         path.unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
+
+
+class TraceFile:
+    """The trace of one connector: its stage's Tracer, the folder of all parts, and the file they become."""
+
+    def __init__(self, path: Path, stage: int, epoch: str) -> None:
+        self.path = path
+        self.folder = parts_folder(path)
+        self.tracer = Tracer(self.folder, "stage", f"stage {stage}", epoch=epoch)
+        self._epoch = epoch
+
+    def finish(self) -> None:
+        """Merge the parts, once all processes have ended; without any span no file is written."""
+        self.tracer.close()
+        try:
+            trace = merge_parts(self.folder, self._epoch)
+            if trace["traceEvents"]:
+                write_whole(self.path, json.dumps(trace, separators=(",", ":")).encode())
+            remove_parts(self.folder, self._epoch)
+        except OSError as exc:
+            logger.error("trace %s cannot be written: %s; its parts are in %s", self.path, exc, self.folder)
+            return
+        dropped = trace["otherData"]["dropped_spans"]
+        if dropped:
+            text = "trace %s lacks %d spans: a process keeps its first %d"
+            logger.warning(text, self.path, dropped, MAX_SPANS)

@@ -146,8 +146,8 @@ class Settle(msgspec.Struct, array_like=True, tag="settle"):
 class Abandon(msgspec.Struct, array_like=True, tag="abandon"):
     """Give up unanswered pulls, by correlation id.
 
-    Each is answered by Done as soon as no write of it can be under way: at once if it is parked or not known
-    (its Done was lost), else when its write ends.
+    Each is answered by Done as soon as no write of it can be under way: when its write ends, else at once,
+    with NOT_FOUND if it was parked and with LOST if it is not known (its Done has been sent already).
     """
 
     pulls: list[int]
@@ -227,7 +227,8 @@ BUSY = "busy"
 LENGTH = "length"
 REFUSED = "refused"
 FAILED = "failed"
-STATUSES = (NOT_FOUND, BUSY, LENGTH, REFUSED, FAILED)
+LOST = "lost"
+STATUSES = (NOT_FOUND, BUSY, LENGTH, REFUSED, FAILED, LOST)
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)

@@ -1,32 +1,41 @@
 """Stages with our connector or the in-tree one, each a process of its own, driven by the mixed-end tests.
 
-Importing vllm-omni takes seconds, so one process imports it (with the Mori facade on its path) and forks a
-stage for every connection to its Unix socket. A stage takes commands and gives answers, JSON lines:
+A stage is forked from the process that has imported vLLM-Omni (omni_support.Host). It puts the Mori facade on
+its path, then takes commands from its pipe and answers each:
 
     {"op": "make", "on": name, "kind": "ours" | "in-tree", "config": {...}}   -> {"port": ...}
     {"op": "put", "on": name, "key": ..., "payload": name, "edge": [0, 1]}    -> put()'s result
     {"op": "get", "on": name, "key": ..., "metadata": ..., "edge": [0, 1],
-     "like": payload name, "seconds": ...}                                    -> null | what came
+     "like": payload name, "seconds": ...}                                    -> None | what came
     {"op": "forward", "from": name, "to": name, "key": ..., "metadata": ...}  -> put()'s result
     {"op": "cleanup" | "health" | "close", "on": name, ...}
 
-A stage ends with its connection, all stages with the first process's standard input.
+It ends when its pipe does.
 """
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
-import selectors
-import signal
-import socket
 import sys
 import time
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from mori_mp import MoriTransferEngineConnector
+
+IN_TREE = "vllm_omni.distributed.omni_connectors.connectors.mori_transfer_engine_connector"
 FACADE = Path(__file__).with_name("mori_facade")
+
+
+def _in_tree_class() -> Any:
+    """Return vllm-omni's own class, imported anew if that was done before the facade was on the path."""
+    module = importlib.import_module(IN_TREE)
+    if module.IOEngine is None:
+        module = importlib.reload(module)
+    return module.MoriTransferEngineConnector
 
 
 class Stage:
@@ -36,13 +45,8 @@ class Stage:
         self._connectors: dict[str, Any] = {}
 
     def make(self, command: dict[str, Any]) -> Any:
-        if command["kind"] == "ours":
-            from mori_mp import MoriTransferEngineConnector
-        else:
-            from vllm_omni.distributed.omni_connectors.connectors.mori_transfer_engine_connector import (
-                MoriTransferEngineConnector,
-            )
-        connector = MoriTransferEngineConnector(command["config"])
+        made = MoriTransferEngineConnector if command["kind"] == "ours" else _in_tree_class()
+        connector = made(command["config"])
         self._connectors[command["on"]] = connector
         return {"port": connector.zmq_port, "pid": os.getpid()}
 
@@ -98,54 +102,32 @@ class Stage:
     def close(self, command: dict[str, Any]) -> Any:
         return self._connectors.pop(command["on"]).close()
 
-    def serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rw") as lines:
-            for line in lines:
-                command = json.loads(line)
-                try:
-                    answer = {"answer": getattr(self, command["op"])(command)}
-                except Exception as exc:
-                    answer = {"raised": f"{type(exc).__name__}: {exc}"}
-                lines.write(json.dumps(answer, default=str) + "\n")
-                lines.flush()
+    def end(self) -> None:
         for connector in self._connectors.values():
             if type(connector).__module__.startswith("mori_mp"):
                 connector.close()  # the in-tree class's may wait for ever
 
 
-def main() -> None:
+def serve(pipe: Connection, runtime: str) -> None:
+    """Entry point of a stage process."""
     sys.path.insert(0, str(FACADE))
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    import mixed_payloads  # noqa: F401
+    os.environ.update(MORI_MP_RUNTIME_DIR=runtime, MORI_MP_PIN="off")
     import torch
     from mori import pinned
-    from vllm_omni.distributed.omni_connectors.connectors import mori_transfer_engine_connector
 
-    import mori_mp  # noqa: F401
-
-    assert mori_transfer_engine_connector.IOEngine is not None
-    warnings.filterwarnings("ignore", "The given buffer is not writable")  # the in-tree class, of bytes
-    torch.set_num_threads(1)
     pinned.install()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # stages are reaped by the kernel
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(sys.argv[1])
-    listener.listen()
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        selector.register(sys.stdin, selectors.EVENT_READ)
-        print("ready", flush=True)
-        while not any(key.fileobj is sys.stdin for key, _ in selector.select()):
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                listener.close()
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                Stage().serve(connection)
-                os._exit(0)
-            connection.close()
-    os.unlink(sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "The given buffer is not writable")  # the in-tree class, of bytes
+    stage = Stage()
+    while True:
+        try:
+            command = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = ("answer", getattr(stage, command["op"])(command))
+        except Exception as exc:
+            answer = ("raised", f"{type(exc).__name__}: {exc}")
+        pipe.send(answer)
+    stage.end()
+    os._exit(0)  # whatever threads the in-tree class has left

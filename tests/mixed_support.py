@@ -1,70 +1,40 @@
-"""The test's side of `mixed_stage`: the process that stages are forked from, and one class for a stage."""
+"""The test's side of `mixed_stage`: one class for a stage process, with either connector in it."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from connector_support import DEFAULTS, MIB, eventually, state_of
+import mixed_stage
+from connector_support import DEFAULTS, MIB
 
 EDGE = {"from_stage": "0", "to_stage": "1"}
-
-
-class Host:
-    """The process with vllm-omni in it; stages are forked from it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "stages"
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("mixed_stage.py")), str(self._path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "MORI_MP_RUNTIME_DIR": str(folder)},
-        )
-        assert self._process.stdout is not None
-        for line in self._process.stdout:  # vllm logs while it is imported
-            if line == "ready\n":
-                return
-        raise AssertionError(f"the stages' host process ended: {self._process.wait()}")
-
-    def stage(self) -> Stage:
-        """Fork a stage."""
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(str(self._path))
-        return Stage(connection)
-
-    def close(self) -> None:
-        """End the process; its stages end with their connections."""
-        self._process.communicate(timeout=20)
+ANSWER_SECONDS = 60
 
 
 class Stage:
-    """A stage in a process of its own, with any number of connectors."""
+    """A stage in a process of its own, with any number of connectors. Needs a running omni_support.Host."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._lines = connection.makefile("rw")
-        self.pid = 0
+    def __init__(self, runtime: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=mixed_stage.serve, args=(theirs, str(runtime)))
+        self._process.start()
+        theirs.close()
 
     def tell(self, op: str, **arguments: Any) -> None:
         """Send a command."""
-        self._lines.write(json.dumps({"op": op, **arguments}) + "\n")
-        self._lines.flush()
+        self._pipe.send({"op": op, **arguments})
 
     def answer(self) -> Any:
         """Wait for an answer; what the command raised fails the test."""
-        line = self._lines.readline()
-        assert line, "the stage has ended"
-        answer = json.loads(line)
-        assert "raised" not in answer, answer["raised"]
-        return answer["answer"]
+        assert self._pipe.poll(ANSWER_SECONDS), "the stage does not answer"
+        kind, value = self._pipe.recv()
+        assert kind == "answer", value
+        return value
 
     def ask(self, op: str, **arguments: Any) -> Any:
         """Send a command and return its answer."""
@@ -74,7 +44,6 @@ class Stage:
     def make(self, kind: str, on: str, **config: Any) -> int:
         """Make a connector; returns its port."""
         made = self.ask("make", kind=kind, on=on, config={**_CONFIGS[kind], **config})
-        self.pid = made["pid"]
         return int(made["port"] or 0)
 
     def sender(self, kind: str, port: int, **config: Any) -> int:
@@ -98,17 +67,23 @@ class Stage:
         return self.ask("get", on="in", key=key, metadata=metadata, **arguments)
 
     def kill(self) -> None:
-        """SIGKILL the process and let go of it."""
-        os.kill(self.pid, signal.SIGKILL)
-        eventually(lambda: state_of(self.pid) == "", f"stage {self.pid} gone")
+        """SIGKILL the process."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGKILL)
         self.close()
 
     def close(self) -> None:
         """End the process, if it still is there."""
-        self._lines.close()
-        self._connection.close()
-        if self.pid:
-            eventually(lambda: state_of(self.pid) == "", f"stage {self.pid} gone")
+        if self._pipe.closed:
+            return
+        self._pipe.close()
+        self._process.join(20)
+        ended = not self._process.is_alive()
+        if not ended:
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+        assert ended, "the stage did not end by itself"
 
 
 _CONFIGS = {

@@ -22,9 +22,11 @@ from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
 from vllm_omni.distributed.omni_connectors.kv_transfer_manager import OmniKVCacheConfig, OmniKVTransferManager
 from vllm_omni.distributed.omni_connectors.utils.config import ConnectorSpec
 from vllm_omni.distributed.omni_connectors.utils.initialization import resolve_connector_spec
+from vllm_omni.engine import arg_utils  # noqa: F401  what the plugin of the host's own would import in each stage
 from vllm_omni.model_executor.stage_input_processors import qwen3_omni
 from vllm_omni.worker.omni_connector_model_runner_mixin import OmniConnectorModelRunnerMixin
 
+from mori_mp import connector  # noqa: F401  likewise
 from mori_mp.vllm_omni.plugin import OWN_NAME, register
 
 PROCESSORS = qwen3_omni.__name__
@@ -43,7 +45,9 @@ def enter(scene: str, plan: Plan, pipe: Connection) -> None:
     except BaseException as exc:
         pipe.send(("failed", f"{type(exc).__name__}: {exc}"))
         raise
-    pipe.send(("ended", [child.name() for child in psutil.Process().children(recursive=True)]))
+    # A listener that was still starting when its connector was closed ends a little later.
+    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=5)
+    pipe.send(("ended", [str(child) for child in left]))
 
 
 # ------------------------------------------------------------------------------------ streamed chunks
@@ -252,7 +256,7 @@ def synchronous(plan: Plan, pipe: Connection) -> None:
     for name in plan["requests"]:
         began = time.monotonic()
         received[name] = runner.recv_stage_payload(
-            name, "0", "1", sender_info=plan["sender_info"]["*"], retry_seconds=plan["seconds"]
+            name, "0", "1", sender_info=plan["sender"], retry_seconds=plan["seconds"]
         )
         times[name] = time.monotonic() - began
     pipe.send(("done", {"received": received, "seconds": times}))
@@ -302,15 +306,16 @@ def kv(plan: Plan, pipe: Connection) -> None:
     pipe.send(("ready", {"class": type(manager.connector).__name__}))
     pipe.recv()
     problems: dict[str, str] = {}
-    for name in plan["requests"]:
+    for name in ("req-call", "req-update"):
         if sends:
             work = {name: {"seq_len": SEQUENCE, "block_ids": BLOCK_IDS}}
             manager.handle_finished_requests_kv_transfer(work, kv_caches(heads), BLOCK_SIZE, "bfloat16")
             continue
-        if plan["per_call"]:
-            data, _ = manager.receive_kv_cache_for_request(name, sender_info=plan["sender_info"]["*"])
+        # The endpoint of the sender's first rank comes with the call, or has been told before.
+        if name == "req-call":
+            data, _ = manager.receive_kv_cache_for_request(name, sender_info=plan["sender"])
         else:
-            manager.update_sender_info(plan["sender_info"]["*"])
+            manager.update_sender_info(plan["sender"])
             data, _ = manager.receive_kv_cache_for_request(name)
         problems[name] = _kv_problem(data, heads)
     pipe.send(("done", {"problems": problems}))

@@ -672,7 +672,7 @@ def test_a_pull_whose_answer_was_lost_is_answered_again(rig: Rig) -> None:
     rig.hello()
     rig.heard(RECEIVER)
     done = only(rig.send(wire.Abandon([77])), wire.Done)
-    assert (done.corr, done.status) == (77, wire.NOT_FOUND)
+    assert (done.corr, done.status) == (77, wire.LOST)
 
 
 def test_nobody_can_give_up_the_pull_of_another(rig: Rig) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ def run(*arguments: object) -> Result:
 
 
 # -------------------------------------------------------------------------------- from documents to rows
-def sample(document: dict[str, Any] | None, at: float, error: str = "") -> Sample:
+def sample(document: dict[str, Any] | None, at: float, error: str = "", serving: bool = True) -> Sample:
     plan = PlanCard(control=None, workers=[], node=None, degraded=False, reasons=[])
     card = Card(
         stage_id=1,
@@ -61,6 +63,7 @@ def sample(document: dict[str, Any] | None, at: float, error: str = "") -> Sampl
         started=0.0,
         engine="shm",
         endpoint="tcp://[::1]:50052",
+        serving=serving,
         worker_mode="process",
         pool_device="cpu",
         pool_size=4096,
@@ -145,6 +148,7 @@ def test_who_does_not_answer_is_unhealthy() -> None:
     found = row(sample(None, 1.0, "the control process does not answer: timed out"))
     assert (found.status, found.processes) == ("unhealthy", [])
     assert "timed out" in found.error
+    assert row(sample(None, 1.0, "being started", serving=False)).status == "starting"
 
 
 # -------------------------------------------------------------------------------- top and health
@@ -334,6 +338,21 @@ def test_pin_apply_does_not_move_threads(make_connector: Factory, tmp_path: Path
     assert "worker_mode: thread" in result.stderr
 
 
+def test_the_script_applies_too(make_connector: Factory, tmp_path: Path) -> None:
+    sender = make_connector.sender()
+    cpu = min(os.sched_getaffinity(0))
+    script = [ROOT / "scripts" / "pin_topology.sh", "--apply", str(os.getpid()), "--plan"]
+    done = subprocess.run(
+        [*script, plan_file(tmp_path, str(cpu), [str(cpu)])],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MORI_MP_PYTHON": sys.executable},
+    )
+    assert done.returncode == 0, done.stderr
+    assert os.sched_getaffinity(control_pid(sender)) == {cpu}
+    assert os.sched_getaffinity(worker_pids(sender)[0]) == {cpu}
+
+
 # -------------------------------------------------------------------------------- bench and doctor
 def test_bench_measures_both_modes(runtime_base: Path) -> None:
     result = run("bench", "--sizes", "4KiB,100000", "--count", "3", "--gap-ms", "0", "--json")
@@ -435,7 +454,7 @@ def test_doctor_survives_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # -------------------------------------------------------------------------------- help
-@pytest.mark.parametrize("name", [name for name in cli.COMMANDS])
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
 def test_every_command_has_help_with_examples(name: str) -> None:
     result = run(name, "--help")
     assert result.exit_code == 0

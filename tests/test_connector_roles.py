@@ -69,11 +69,64 @@ def test_foreign_keys_of_the_configuration_are_kept(make_connector: Factory) -> 
     assert sender.config["memory_pool_size"] == DEFAULTS["memory_pool_size"]
 
 
-def test_receiver_starts_no_child_and_no_listener(make_connector: Factory) -> None:
-    receiver = make_connector.receiver(1)
+def test_receiver_that_is_not_to_start_ahead_has_no_children(make_connector: Factory) -> None:
+    receiver = make_connector.receiver(1, prestart=False)
     assert receiver.heart is None
     assert receiver.get_connection_info()["can_put"] is True  # it would listen at 1 - 0 + 1
     assert receiver.zmq_port == 2
+
+
+def test_receiver_starts_its_listener_ahead(make_connector: Factory, free_ports: list[int]) -> None:
+    receiver = make_connector.receiver(free_ports[0], prestart=True)
+    eventually(lambda: receiver.heart is not None, "listener up, though nothing was put")
+    assert receiver.zmq_port == free_ports[1]
+    assert receiver.put("1", "2", KEY, b"x")[0]
+
+
+def test_listener_that_cannot_start_ahead_is_tried_again_by_put(
+    make_connector: Factory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        receiver = make_connector.receiver(port - 1, prestart=True, worker_mode="thread")
+        eventually(lambda: str(port) in caplog.text, "warned")
+        assert receiver.heart is None
+    assert receiver.put("1", "2", KEY, b"x")[0]
+
+
+def test_close_beside_a_listener_that_starts_ahead(make_connector: Factory, free_ports: list[int]) -> None:
+    """Nothing may be left, at whichever point of the start close() comes (`leaks` checks)."""
+    for delay in (0.0, 0.1, 0.3):
+        receiver = make_connector.receiver(free_ports[0], prestart=True)
+        time.sleep(delay)
+        receiver.close()
+
+
+def test_start_on_use(make_connector: Factory) -> None:
+    """Two connectors of one specification: the one that is used listens, the other one never does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    unused, used = (make_connector.sender(zmq_port=port, start="on_use") for _ in range(2))
+    assert unused.heart is used.heart is None
+    assert used.zmq_port == port
+    receiver = make_connector.receiver(port, start="on_use")
+    assert not receiver.receiver.report()["senders"]
+    metadata = Pair(used, receiver).put(KEY, b"payload")
+    assert metadata["source_port"] == port
+    assert Pair(used, receiver).wait_bytes(KEY) == b"payload"
+    assert unused.heart is None
+
+
+def test_start_on_use_finds_out_at_once_that_its_port_is_taken(make_connector: Factory) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=str(port)):
+            make_connector.sender(zmq_port=port, start="on_use")
 
 
 def test_receiver_that_cannot_tell_its_port_cannot_put(make_connector: Factory) -> None:

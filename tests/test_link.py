@@ -169,8 +169,7 @@ def give_up(link: Link, sender: Sender, **how: Any) -> tuple[wire.Pull, list[Any
     assert pulling.join() is None
     late: list[Any] = []
     link.abandon(pulling.message, late.append)
-    if not pull.lease:
-        assert sender.hears(wire.Abandon).pulls == [pull.corr]
+    assert sender.hears(wire.Abandon).pulls == [pull.corr]
     assert late == []
     return pull, late
 
@@ -520,6 +519,18 @@ def test_a_lease_that_was_given_up_is_asked_for_again_from_the_new_process(
     assert (again.lease, again.key, again.incarnation) == (True, KEY, 2)
     assert again.corr != first.corr
     assert late == []
+    sender.says(done_for(again))
+    settle_down(board, lambda: late)
+    assert late == [done_for(again)]
+
+
+def test_a_lease_whose_grant_was_lost_is_asked_for_again(
+    welcome_link: Link, sender: Sender, board: Switchboard
+) -> None:
+    pull, late = give_up(welcome_link, sender, lease=True)
+    sender.says(done_for(pull, wire.LOST))
+    again = Waiting(board, sender).for_(wire.Pull)
+    assert (again.lease, again.key) == (True, KEY)
     sender.says(done_for(again))
     settle_down(board, lambda: late)
     assert late == [done_for(again)]

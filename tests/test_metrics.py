@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def document() -> dict[str, Any]:
         Child("control", None, 5, True, False, 3.0, 0, ""),
         Child("worker", 1, None, False, False, 1.0, 2, ""),
     )
-    found["processes"] = [{**child._asdict(), **numbers, **switches} for child in children]
+    found["processes"] = [{**asdict(child), **numbers, **switches} for child in children]
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -39,6 +40,7 @@ def card(**changes: Any) -> Card:
         started=time.time(),
         engine="shm",
         endpoint="tcp://127.0.0.1:50051",
+        serving=True,
         worker_mode="process",
         pool_device="cpu",
         pool_size=4096,
@@ -108,6 +110,14 @@ def test_taken_cpus_are_those_of_the_others(base: Path) -> None:
     assert registry.taken_cpus(base) == {1, 2, 3, 8, 9}
 
 
+def test_the_directory_of_another_user_is_not_trusted(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place(base, "1-a", card())
+    assert len(registry.live(base)) == 1
+    owner = base.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert registry.live(base) == []
+
+
 # -------------------------------------------------------------------------------- planning, one at a time
 def test_only_one_plans_at_a_time(base: Path) -> None:
     inside = threading.Event()
@@ -132,6 +142,15 @@ def test_only_one_plans_at_a_time(base: Path) -> None:
 def test_a_lock_that_is_not_to_be_had_is_told(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "LOCK_SECONDS", 0.05)
     with registry.planning(base), registry.planning(base) as alone:
+        assert not alone
+
+
+def test_a_file_system_without_locks_is_no_obstacle(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(registry.fcntl, "flock", refuse)
+    with registry.planning(base) as alone:
         assert not alone
 
 

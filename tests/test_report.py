@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from mori_mp.shared.files import expand, write_whole
 from mori_mp.shared.histogram import Histogram
 from mori_mp.shared.procinfo import NUMBERS, ProcessTable, numa_node
-from mori_mp.workers.dump import DumpFile, expand, write_whole
+from mori_mp.workers.dump import DumpFile
 from mori_mp.workers.report import SCHEMA, Child, Part, compose, fit, process_rows
 
 

@@ -71,7 +71,7 @@ class V1Sender:
     answered; `let_go()` does it then. `failing`: keys whose pull ends with `trans_error`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.payloads: dict[str, tuple[bytes, bool]] = {}
         self.held = threading.Event()
         self.failing: set[str] = set()
@@ -81,7 +81,9 @@ class V1Sender:
         self._stop = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        self.port: int = self._router.bind_to_random_port("tcp://127.0.0.1")
+        if port:
+            self._router.bind(f"tcp://127.0.0.1:{port}")
+        self.port: int = port or self._router.bind_to_random_port("tcp://127.0.0.1")
         self._thread = threading.Thread(target=self._run, name="test-v1-sender")
         self._thread.start()
 

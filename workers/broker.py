@@ -238,14 +238,21 @@ class Broker:
         under_way = {write.corr for write in self._writes.values() if write.epoch == session.epoch}
         given_up = set(abandon.pulls) - under_way
         for key, queue in list(self._parked.items()):
-            kept = deque(p for p in queue if p.epoch != session.epoch or _corr(p.request) not in given_up)
-            self._parked_count -= len(queue) - len(kept)
+            kept: deque[_Parked] = deque()
+            for parked in queue:
+                corr = _corr(parked.request)
+                if parked.epoch != session.epoch or corr is None or corr not in given_up:
+                    kept.append(parked)
+                    continue
+                given_up.discard(corr)
+                self._parked_count -= 1
+                self._done(identity, corr, wire.NOT_FOUND, "this pull was given up")
             if kept:
                 self._parked[key] = kept
             else:
                 del self._parked[key]
         for corr in given_up:
-            self._done(identity, corr, wire.NOT_FOUND, "this pull was given up")
+            self._done(identity, corr, wire.LOST, "no such pull is under way")
 
     def _audit(self, identity: bytes, audit: wire.Audit) -> None:
         session = self.sessions.get(identity)
@@ -441,12 +448,12 @@ class Broker:
                     self._reclaim(action.generation, action.slot)
                 else:
                     self.freed.append(action.generation)
+                if action.reason is Reason.EXPIRED and action.generation not in self._claimed:
+                    text = f"nobody fetched it within {self.limits.ttl_seconds:g} s"
+                    self.faults.report(logger, "expired", text, key=action.key, level=logging.WARNING)
                 for session in self.sessions:
                     session.give_credit(action.generation)
             elif isinstance(action, Gone):
-                if action.reason is Reason.EXPIRED:
-                    text = f"nobody fetched it within {self.limits.ttl_seconds:g} s"
-                    self.faults.report(logger, "expired", text, key=action.key, level=logging.WARNING)
                 notice = wire.encode(wire.Gone(action.key, action.generation, str(action.reason.value)))
                 for session in self.sessions.on_edge(wire.edge_of(action.key)):
                     self.outbox.append((session.identity, [notice]))

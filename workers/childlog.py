@@ -8,28 +8,42 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import os
 
 _MAX_LINE = 64 << 10
+_STDERR = 2
 
 
 class _JsonLines(logging.Handler):
-    """Writes one record a line, in one write call, so that lines of several processes do not mix."""
+    """Writes one record a line, in one write call, so that lines of several processes do not mix.
+
+    The pipe to the stage does not block: one that does not read loses lines, and no transfer waits for it.
+    """
 
     def __init__(self, label: str) -> None:
         super().__init__()
         self._label = label
+        self._lost = 0
+        self._torn = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        line = json.dumps(
-            {"level": record.levelno, "logger": record.name, "child": self._label, "text": text}
-        )
         try:
-            sys.stderr.write(line + "\n")
-            sys.stderr.flush()
+            loss = f"{self._lost} lines of log before this one were lost"
+            if self._lost and self._write(logging.WARNING, __name__, loss):
+                self._lost = 0
+            if self._lost or not self._write(record.levelno, record.name, self.format(record)):
+                self._lost += 1
         except OSError:
             self.handleError(record)
+
+    def _write(self, level: int, name: str, text: str) -> bool:
+        line = json.dumps({"level": level, "logger": name, "child": self._label, "text": text})
+        data = f"{chr(10) if self._torn else ''}{line}\n".encode()
+        try:
+            self._torn = os.write(_STDERR, data) < len(data)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def install(label: str, level: int) -> None:

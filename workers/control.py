@@ -17,6 +17,7 @@ and kept if it tells the stage that memory is free.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -230,7 +231,7 @@ class ControlLoop:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if 2 <= len(frames) <= 3:
+            if 2 <= len(frames) <= 3 and not is_lane(frames[0]):  # a ZMQ client chooses its own identity
                 if len(frames) == 3:  # a v1 query is not parked: take in what was put before it was sent
                     self._from_stage()
                 self._broker.request(frames[0], frames[-1], now)
@@ -243,6 +244,8 @@ class ControlLoop:
                 packet = self._hot.recv(messages.MAX_PACKET_BYTES)
             except BlockingIOError:
                 return
+            except ConnectionResetError:  # the stage is gone, and had not read all that we told it
+                packet = b""
             if not packet:
                 self._off(self._hot.fileno())
                 return
@@ -254,9 +257,12 @@ class ControlLoop:
                 self._broker.withdraw(message.generations, now)
 
     def _from_admin(self) -> None:
-        packet = self._admin.recv(messages.MAX_PACKET_BYTES)
+        try:
+            packet = self._admin.recv(messages.MAX_PACKET_BYTES)
+        except ConnectionResetError:
+            packet = b""
         if not packet:
-            self._running = False
+            self._stage_gone()
             return
         message = messages.admin_to_control.decode(packet)
         if isinstance(message, HealthRequest):
@@ -321,18 +327,24 @@ class ControlLoop:
         if broker.meters.owes:
             broker.meters.sent(time.monotonic())
         self._send_freed()
+        unwatched: set[int] = set()
         for pid in list(broker.watch):
             broker.watch.discard(pid)
             if pid in self._holders:
                 continue
             try:
                 pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                broker.holder_gone(pid, now)
-                self._send_freed()
+            except OSError as exc:
+                if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    logger.error("process %d, which holds a lease, cannot be watched yet: %s", pid, exc)
+                    unwatched.add(pid)
+                else:  # it is gone, or was none: a thread's id, say
+                    broker.holder_gone(pid, now)
+                    self._send_freed()
                 continue
             self._holders[pid] = pidfd
             self._on(pidfd, partial(self._holder_exited, pid))
+        broker.watch |= unwatched
 
     def _notice_dropped(self, identity: bytes) -> None:
         self._broker.counters["notices_dropped"] += 1

@@ -8,28 +8,12 @@ skipped and counted.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from pathlib import Path
 
+from mori_mp.shared.files import write_whole
+
 logger = logging.getLogger(__name__)
-
-
-def expand(path: str, *, pid: int, stage: int) -> Path:
-    """Put the stage's pid and number into a configured path: `{pid}`, `{stage}`. Other braces stay."""
-    return Path(path.replace("{pid}", str(pid)).replace("{stage}", str(stage)))
-
-
-def write_whole(path: Path, text: bytes) -> None:
-    """Replace a file so that nobody reads half of it; missing folders are made. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        fresh.write_bytes(text)
-        fresh.replace(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
 
 
 class DumpFile:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mori_mp.shared import messages
 from mori_mp.shared.messages import HotToControl
 from mori_mp.shared.syscalls import PacketReader, try_send
+
+_RECENT = 1 << 14
 
 
 class HotChannel:
@@ -26,6 +28,7 @@ class HotChannel:
         self._fd = -1
         self._reader = PacketReader(messages.MAX_PACKET_BYTES)
         self._backlog: deque[bytes] = deque()
+        self._recent: deque[int] = deque(maxlen=_RECENT)  # generations that drain() returned last
 
     def send(self, message: HotToControl) -> None:
         """Send in order; a message to a dead control process is lost, the replay repeats it."""
@@ -41,6 +44,7 @@ class HotChannel:
         with self._lock:
             if self._fd >= 0:
                 self._read_freed(freed)
+            self._recent.extend(freed)
             if self._backlog:
                 self._flush()
         return freed
@@ -54,10 +58,13 @@ class HotChannel:
         """Return the socket, to poll for freed memory; -1 when there is none."""
         return self._fd
 
-    def replace(self, new: socket.socket, replay: Iterable[HotToControl]) -> list[int]:
+    def replace(self, new: socket.socket, replay: Callable[[], Iterable[HotToControl]]) -> list[int]:
         """Switch to a new control process and tell it all that is published.
 
-        Returns the generations that the old one had freed in its last moments, which are not replayed.
+        replay() lists that. It is called while no message can be sent, so that a publication goes out either
+        with the replay or after it; one that was recorded before it is sent cannot be lost. Returns the
+        generations that the old one had freed in its last moments, which are not replayed; nor are those
+        that drain() has returned to another thread, which may not have taken note of it yet.
         """
         freed: list[int] = []
         with self._lock:
@@ -65,9 +72,9 @@ class HotChannel:
                 self._read_freed(freed)
             self._close_socket()
             self._socket, self._fd = new, new.fileno()
-            gone = set(freed)
+            gone = {*freed, *self._recent}
             self._backlog.clear()
-            for message in replay:
+            for message in replay():
                 if not (isinstance(message, messages.Publish) and message.generation in gone):
                     self._backlog.append(messages.encode(message))
             self._flush()

@@ -66,16 +66,19 @@ class Lanes:
         return len(self._lanes)
 
     def send(self, identity: bytes, packet: bytes) -> bool:
-        """Send or keep a packet; False if the receiver is gone or its backlog is full."""
+        """Send or keep a packet; False if it is lost, because the backlog is full.
+
+        What is for a receiver that is gone is not lost to anyone.
+        """
         found = self._lanes.get(identity)
         if found is None:
-            return False
+            return True
         if not found.backlog:
             try:
                 if try_send(found.connection.fileno(), packet):
                     return True
             except OSError:  # its end of file is being delivered to us, too
-                return False
+                return True
             self._watch(found.connection.fileno(), partial(self._ready, identity), True)
         if len(found.backlog) >= MAX_BACKLOG:
             self.dropped += 1

@@ -131,7 +131,7 @@ Samples = Iterator[tuple[Sequence[str], Any]]
 
 def exposed_names() -> set[str]:
     """Every sample name that a scrape can have."""
-    names = set()
+    names: set[str] = set()
     for name, (kind, _, _) in FAMILIES.items():
         suffixes = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}[kind]
         names.update(name + suffix for suffix in suffixes)

@@ -18,7 +18,7 @@ from mori_mp.shared.faults import Faults
 from mori_mp.shared.messages import ControlSetup
 from mori_mp.shared.tracing import Tracer
 from mori_mp.workers.health_socket import HealthSocket
-from mori_mp.workers.httpd import Answer, HttpServer, Watch
+from mori_mp.workers.httpd import Answer, HttpServer, Route, Watch
 from mori_mp.workers.meters import SenderMeters
 from mori_mp.workers.report import Child, fit
 from mori_mp.workers.reporter import Reporter
@@ -55,6 +55,7 @@ class Observer:
         self._metrics_error = ""
         self._bind_at = float("inf")
         self._scrapes = 0
+        self._opened = False
         self._signalled = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def open(
@@ -68,6 +69,7 @@ class Observer:
         """Take part in a loop; see Reporter for what the callables do."""
         self._watch, self._unwatch = watch, unwatch
         self._reporter = Reporter(self._setup.observing, ask_stage, sender, children)
+        self._opened = True
         watch(self._signalled, self._take_signal, False)
         self._open_health()
         if self._setup.observing.prometheus_port:
@@ -114,7 +116,8 @@ class Observer:
             self._http.close()
         if self._health is not None:
             self._health.close()
-        self._reporter.close()
+        if self._opened:
+            self._reporter.close()
         if self.tracer is not None:
             self.tracer.close()
         os.close(self._signalled)
@@ -152,7 +155,7 @@ class Observer:
         from mori_mp.workers import metrics
 
         host, port = self._setup.host, self._setup.observing.prometheus_port
-        routes = {
+        routes: dict[str, tuple[str, Route]] = {
             "/metrics": (metrics.CONTENT_TYPE, self._answer_metrics),
             "/health": ("application/json", self._answer_health),
         }

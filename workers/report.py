@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mori_mp.shared.faults import RECENT
@@ -43,7 +44,8 @@ class Part(NamedTuple):
     stale: bool = False
 
 
-class Child(NamedTuple):
+@dataclass(frozen=True)
+class Child:
     """What is known of a child without asking it."""
 
     role: str

@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mori_mp.shared.files import expand
 from mori_mp.shared.messages import Observing
 from mori_mp.shared.procinfo import ProcessTable
-from mori_mp.workers.dump import DumpFile, expand
+from mori_mp.workers.dump import DumpFile
 from mori_mp.workers.report import Child, Part, compose, fit, process_rows
 
 logger = logging.getLogger(__name__)

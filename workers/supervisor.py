@@ -33,6 +33,7 @@ import msgspec
 
 from mori_mp.shared import messages
 from mori_mp.shared.errors import MoriMPError, StartupError
+from mori_mp.shared.faults import Faults
 from mori_mp.shared.messages import ControlSetup, HotToControl
 from mori_mp.shared.pool import Pool
 from mori_mp.workers.childlog import Relay
@@ -72,7 +73,8 @@ class Supervisor:
     """Owns the control loop of one connector; see the module's docstring.
 
     template is the set-up of every incarnation, less what changes. replay lists what is published; freed
-    takes the generations that a dying control process had freed.
+    takes the generations that a dying control process had freed. stage_report makes the stage's part of a
+    health document; on_fault(cause) hears of every death of a control process.
     """
 
     def __init__(
@@ -83,6 +85,9 @@ class Supervisor:
         launch: ControlLauncher,
         replay: Callable[[], list[HotToControl]],
         freed: Callable[[list[int]], None],
+        stage_report: Callable[[], dict[str, Any]],
+        on_fault: Callable[[str], None],
+        faults: Faults,
     ) -> None:
         self._template = template
         self._pool = pool
@@ -90,6 +95,9 @@ class Supervisor:
         self._launch = launch
         self._replay = replay
         self._freed = freed
+        self._stage_report = stage_report
+        self._on_fault = on_fault
+        self._faults = faults
         self.hot = HotChannel()
         self.port = template.port
         self.restarts = 0
@@ -103,6 +111,7 @@ class Supervisor:
         self._fence_fd = -1
         self._relay = Relay(template.label)
         self._output_fd, self._output_write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._output_write_fd, False)  # for the children, which inherit it
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._answers: dict[int, dict[str, Any] | None] = {}
         self._answered = threading.Condition()
@@ -159,7 +168,7 @@ class Supervisor:
         if self._admin is not None:
             self._admin.close()
         self._admin = ours_admin
-        self._freed(self.hot.replace(ours_hot, self._replay()))
+        self._freed(self.hot.replace(ours_hot, self._replay))
 
     # ------------------------------------------------------------------------ loop
     def _run(self) -> None:
@@ -205,11 +214,21 @@ class Supervisor:
                 if message.corr in self._answers:
                     self._answers[message.corr] = message.report
                     self._answered.notify_all()
+        elif isinstance(message, messages.StageRequest):
+            self._tell_stage_report(admin)
         else:
             self.pool_error = message.error
             if message.error:
-                logger.error("%s", message.error)
+                self._faults.report(logger, "pool_unbacked", message.error)
             self.pool_backed.set()
+
+    def _tell_stage_report(self, admin: socket.socket) -> None:
+        packet = messages.encode(messages.StageReport(self._stage_report()))
+        if len(packet) > messages.MAX_PACKET_BYTES:
+            logger.warning("this stage's report has %d bytes, too many for its control process", len(packet))
+            return
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # it is stuck or dead
+            admin.send(packet)
 
     def _control_ended(self, control: Control) -> None:
         status = control.exit_status()
@@ -230,20 +249,20 @@ class Supervisor:
                 f"control process ended {len(self._deaths)} times within {RESTART_WINDOW_SECONDS:.0f} s "
                 f"(last status {status}); see the log lines before this one"
             )
-            logger.critical("%s: %s. This connector sends nothing more.", self._template.label, self.failed)
+            text = f"{self._template.label}: {self.failed}. This connector sends nothing more."
+            self._faults.report(logger, "control_given_up", text, level=logging.CRITICAL)
+            self._on_fault("control_given_up")
             return
         self.restarts += 1
-        logger.error(
-            "%s: control process (pid %d) ended with status %s; starting another and replaying to it",
-            self._template.label,
-            control.pid,
-            status,
-        )
+        text = f"{self._template.label}: control process (pid {control.pid}) ended with status {status}"
+        self._faults.report(logger, "control_died", f"{text}; starting another and replaying to it")
         try:
             self._start_control()
         except MoriMPError as exc:
             self.failed = str(exc)
-            logger.critical("%s: %s", self._template.label, exc)
+            text = f"{self._template.label}: {exc}"
+            self._faults.report(logger, "control_given_up", text, level=logging.CRITICAL)
+        self._on_fault("control_died")
 
     def _fence(self, control: Control) -> None:
         """Make sure that no process of an ended incarnation is left."""
@@ -254,11 +273,11 @@ class Supervisor:
         poller = select.poll()
         poller.register(self._fence_fd, select.POLLIN)
         if not poller.poll(_KILL_SECONDS * 1000):
-            logger.critical(
-                "%s: processes of group %d survive SIGKILL; their writes cannot be ruled out",
-                self._template.label,
-                control.pid,
+            text = (
+                f"{self._template.label}: processes of group {control.pid} survive SIGKILL; their writes "
+                f"cannot be ruled out"
             )
+            self._faults.report(logger, "fence_failed", text, level=logging.CRITICAL)
 
     def _drain_output(self) -> None:
         poller = select.poll()

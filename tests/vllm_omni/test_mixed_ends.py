@@ -6,7 +6,6 @@ our shm engine, so that each side's engine writes into the other's pool. Every e
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
@@ -17,26 +16,22 @@ from typing import Any
 import pytest
 from connector_support import eventually, no_leaks, short_directory, state_of, stopped
 from mixed_payloads import OBJECTS, PAYLOADS, RAW, expected
-from mixed_support import Host, Stage
+from mixed_support import Stage
+from omni_support import Host
 
 from mori_mp.pipeline.free_ports import PortBlock
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm_omni") is None, reason="needs vllm and vllm-omni"),
-    pytest.mark.xdist_group("mixed_ends"),
-    pytest.mark.timeout(300),  # the import of vllm-omni
-]
+pytestmark = pytest.mark.timeout(300)  # the import of vllm-omni
 
 MIXED = [("ours", "in-tree"), ("in-tree", "ours")]
 each_way = pytest.mark.parametrize("kinds", MIXED, ids=lambda kinds: f"{kinds[0]} to {kinds[1]}")
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
+def new_stage(host: Host) -> Iterator[Callable[[], Stage]]:
+    """Makes stage processes, and sees that nothing is left of them."""
     with short_directory() as folder, no_leaks(folder):
-        host = Host(folder)
-        yield host
-        host.close()
+        yield lambda: Stage(folder)
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +49,13 @@ class Ends:
 
 
 @pytest.fixture(scope="module")
-def ends(host: Host, ports: PortBlock) -> Iterator[Callable[[tuple[str, str]], Ends]]:
+def ends(new_stage: Callable[[], Stage], ports: PortBlock) -> Iterator[Callable[[tuple[str, str]], Ends]]:
     """The two ends of either kind, made once and shared by the tests that restart nothing."""
     made: dict[tuple[str, str], Ends] = {}
 
     def make(kinds: tuple[str, str]) -> Ends:
         if kinds not in made:
-            pair = made[kinds] = Ends(host.stage(), host.stage())
+            pair = made[kinds] = Ends(new_stage(), new_stage())
             port = ports.base + len(made)
             pair.sender.sender(kinds[0], port)
             pair.receiver.receiver(kinds[1], port)
@@ -73,12 +68,12 @@ def ends(host: Host, ports: PortBlock) -> Iterator[Callable[[tuple[str, str]], E
 
 
 @pytest.fixture
-def stages(host: Host) -> Iterator[Callable[[], Stage]]:
+def stages(new_stage: Callable[[], Stage]) -> Iterator[Callable[[], Stage]]:
     """Stages that end with the test."""
     made: list[Stage] = []
 
     def make() -> Stage:
-        made.append(host.stage())
+        made.append(new_stage())
         return made[-1]
 
     yield make
@@ -93,7 +88,7 @@ def test_payloads(ends: Callable[[Any], Ends], kinds: tuple[str, str], payload: 
     pair = ends(kinds)
     if (kinds[0], payload) == ("in-tree", "0-dim tensor"):
         refused = pair.sender.ask("put", on="out", key=payload, payload=payload)
-        assert refused == [False, 0, None], (
+        assert refused == (False, 0, None), (
             "the in-tree class views the tensor as bytes, which needs a dimension"
         )
         return
@@ -107,7 +102,7 @@ def test_payloads(ends: Callable[[Any], Ends], kinds: tuple[str, str], payload: 
 
 @each_way
 def test_an_empty_payload_is_refused(ends: Callable[[Any], Ends], kinds: tuple[str, str]) -> None:
-    assert ends(kinds).sender.ask("put", on="out", key="e", payload="empty") == [False, 0, None]
+    assert ends(kinds).sender.ask("put", on="out", key="e", payload="empty") == (False, 0, None)
 
 
 def test_buffers_of_the_in_tree_class_are_handed_on(stages: Callable[[], Stage], ports: PortBlock) -> None:

@@ -28,6 +28,11 @@ from mori_mp.workers.engines import gpu_runtime
 from mori_mp.workers.engines.base import LocalMemory
 from mori_mp.workers.engines.gpu_runtime import HANDLE_BYTES, GpuError, GpuRuntime
 
+EXPORT_ADVICE = (
+    "torch's expandable segments cannot be exported: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False "
+    "(PYTORCH_HIP_ALLOC_CONF on ROCm) in the stage's environment"
+)
+
 
 class GpuPoolDescriptor(msgspec.Struct, array_like=True, frozen=True):
     """What a process of the same host needs to borrow a pool. Sizes and offsets in bytes.
@@ -160,18 +165,12 @@ def export_allocation(runtime: GpuRuntime, memory: LocalMemory) -> tuple[int, in
         if memory.address + memory.size > base + size:
             raise EngineUnavailable(
                 f"GPU memory of {memory.size} bytes at {memory.address:#x} spans several allocations and "
-                f"cannot be shared with another process; {_ADVICE}"
+                f"cannot be shared with another process; {EXPORT_ADVICE}"
             )
         return base, size, runtime.export_memory(base)
     except GpuError as exc:
         if exc.context_lost:
             raise
         raise EngineUnavailable(
-            f"GPU memory cannot be shared with another process: {exc}; {_ADVICE}"
+            f"GPU memory cannot be shared with another process: {exc}; {EXPORT_ADVICE}"
         ) from exc
-
-
-_ADVICE = (
-    "torch's expandable segments cannot be exported: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False "
-    "(PYTORCH_HIP_ALLOC_CONF on ROCm) in the stage's environment"
-)

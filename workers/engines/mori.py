@@ -27,7 +27,7 @@ import logging
 import os
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from mori_mp.shared.errors import EngineUnavailable, TransferFailed, WireError
 from mori_mp.shared.pool import Pool
@@ -41,6 +41,7 @@ from mori_mp.workers.engines.base import (
     Transfer,
     check_bounds,
 )
+from mori_mp.workers.engines.gpu_pool import EXPORT_ADVICE
 from mori_mp.workers.engines.gpu_runtime import GpuError
 from mori_mp.workers.engines.liveness import PeerProcess
 
@@ -51,6 +52,21 @@ _CLOSE_PAUSE_SECONDS = 0.0005
 _RDMA_DEPTH = 16
 _LIBRARY = "libmori_"  # what a process with a Mori engine has mapped
 _MAX_DESCRIPTOR_BYTES = 4096
+
+
+class _Receiver(NamedTuple):
+    """A peer as its two descriptors have it: Mori's objects, and what is checked of them."""
+
+    engine: Any
+    memory: Any
+    key: str
+    pid: int
+    host: str
+    memory_key: str
+    size: int
+    device: str
+    location: Any
+    ipc_handle: bytes
 
 
 class _Lane:
@@ -70,20 +86,19 @@ class _Lane:
 class _Link:
     """A peer: the session to its memory."""
 
-    def __init__(self, lane: _Lane, engine: Any, memory: Any, *, owns_lane: bool) -> None:
+    def __init__(self, lane: _Lane, receiver: _Receiver, *, owns_lane: bool) -> None:
         self.lane = lane
-        self.key: str = engine.key
-        self.size: int = memory.size
+        self.key = receiver.key
+        self.size = receiver.size
         self.under_way = 0
         self.dropped = False
-        self._engine = engine
-        self._memory = memory
+        self._receiver = receiver
         self._owns_lane = owns_lane
-        self.process = PeerProcess.likely(engine.pid, _LIBRARY)
+        self.process = PeerProcess.likely(receiver.pid, _LIBRARY)
         if not self.process.watched:
             logger.info("receiver %s: its process cannot be watched from here", self.key)
         try:
-            lane.io.register_remote_engine(engine)
+            lane.io.register_remote_engine(receiver.engine)
             self._session = self._open()
         except BaseException:
             self.process.close()
@@ -96,11 +111,11 @@ class _Link:
         return self._session
 
     def _open(self) -> Any:
-        session = self.lane.io.create_session(self.lane.local, self._memory)
+        session = self.lane.io.create_session(self.lane.local, self._receiver.memory)
         if session is None:
             raise EngineUnavailable(
-                f"Mori has no way to the memory of receiver {self.key} (process {self._engine.pid} of host "
-                f"{self._engine.hostname}, device {self._memory.device_bus_id or 'host'}): its process has "
+                f"Mori has no way to the memory of receiver {self.key} (process {self._receiver.pid} of "
+                f"host {self._receiver.host}, device {self._receiver.device or 'none'}): its process has "
                 f"gone, it is on another host, or no GPU fabric joins the devices"
             )
         return session
@@ -114,7 +129,7 @@ class _Link:
         if self._owns_lane:
             self.lane.close()
         else:
-            self.lane.io.deregister_remote_engine(self._engine)
+            self.lane.io.deregister_remote_engine(self._receiver.engine)
 
 
 class _Write:
@@ -158,26 +173,25 @@ class MoriEngine:
         self._spare: _Lane | None = self._new_lane()
 
     def add_peer(self, peer: int, engine_desc: bytes, mem_desc: bytes) -> None:
-        engine = _unpack(self._api.EngineDesc, engine_desc, "engine")
-        memory = _unpack(self._api.MemoryDesc, mem_desc, "memory")
-        self._check_descriptors(engine, memory)
+        receiver = _unpack(self._api, engine_desc, mem_desc)
+        self._check(receiver)
         self.drop_peer(peer)
         shared = self.name == "rdma"
-        if shared and any(link.key == engine.key for link in self._links.values()):
+        if shared and any(link.key == receiver.key for link in self._links.values()):
             raise EngineUnavailable(
-                f"receiver key {engine.key} is in use by another peer: Mori tells receivers apart by it alone"
+                f"receiver key {receiver.key} is in use by another peer, and Mori tells receivers apart by it"
             )
         lane = self._spare or self._new_lane()
         if not shared:
             self._spare = None
-        if engine.key == lane.key:
-            raise WireError(f"receiver has this worker's own engine key {engine.key}")
+        if receiver.key == lane.key:
+            raise WireError(f"receiver has this worker's own engine key {receiver.key}")
         try:
-            self._links[peer] = _Link(lane, engine, memory, owns_lane=not shared)
+            self._links[peer] = _Link(lane, receiver, owns_lane=not shared)
         except RuntimeError as exc:
             if isinstance(exc, EngineUnavailable):
                 raise
-            raise EngineUnavailable(f"Mori refuses receiver {engine.key}: {exc}") from exc
+            raise EngineUnavailable(f"Mori refuses receiver {receiver.key}: {exc}") from exc
 
     def drop_peer(self, peer: int) -> None:
         self._sweep()
@@ -275,22 +289,22 @@ class MoriEngine:
     def _new_lane(self) -> _Lane:
         return _Lane(self._api, self.name, self._memory, self._options)
 
-    def _check_descriptors(self, engine: Any, memory: Any) -> None:
-        if memory.engine_key != engine.key or not engine.key:
-            raise WireError(f"memory of engine {memory.engine_key!r} came with engine {engine.key!r}")
-        if not 0 < memory.size < 1 << 48:
-            raise WireError(f"receiver {engine.key} describes memory of {memory.size} bytes")
+    def _check(self, receiver: _Receiver) -> None:
+        if receiver.memory_key != receiver.key or not receiver.key:
+            raise WireError(f"memory of engine {receiver.memory_key!r} came with engine {receiver.key!r}")
+        if not 0 < receiver.size < 1 << 48:
+            raise WireError(f"receiver {receiver.key} describes memory of {receiver.size} bytes")
         if self.name == "rdma":
             return
-        if memory.loc != self._api.MemoryLocationType.GPU:
+        if receiver.location != self._api.MemoryLocationType.GPU:
             raise EngineUnavailable(
-                f"receiver {engine.key} has host memory, which {self.name} does not reach; set its "
+                f"receiver {receiver.key} has host memory, which {self.name} does not reach; set its "
                 f"memory_pool_device: cuda"
             )
-        if self.name == "xgmi" and not any(memory.ipc_handle):
+        if self.name == "xgmi" and not any(receiver.ipc_handle):
             raise EngineUnavailable(
-                f"receiver {engine.key} describes GPU memory without an IPC handle: it was registered before "
-                f"its backend was made, or it is memory that was itself imported"
+                f"receiver {receiver.key} describes GPU memory without an IPC handle: it was registered "
+                f"before its backend was made, or it is memory that was itself imported"
             )
 
 
@@ -312,9 +326,8 @@ def receive(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> P
     registered = _register(api, io, memory)
     if name == "xgmi" and not any(registered.ipc_handle):
         raise EngineUnavailable(
-            "Mori cannot share this GPU memory: either it was imported from another process, or it comes "
-            "from torch's expandable segments; for those set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False "
-            "(PYTORCH_HIP_ALLOC_CONF on ROCm)"
+            f"Mori cannot share this GPU memory with another process; memory that was itself imported is no "
+            f"receiver's to share, and {EXPORT_ADVICE}"
         )
     held = [io]
     return Passive(io.get_engine_desc().pack(), registered.pack(), held.clear)
@@ -329,13 +342,27 @@ def _register(api: Any, io: Any, memory: LocalMemory) -> Any:
         raise EngineUnavailable(f"Mori cannot register the pool of {memory.size} bytes: {exc}") from exc
 
 
-def _unpack(kind: Any, packed: bytes, what: str) -> Any:
-    if len(packed) > _MAX_DESCRIPTOR_BYTES:
-        raise WireError(f"{what} descriptor of {len(packed)} bytes is too long")
+def _unpack(api: Any, engine_desc: bytes, mem_desc: bytes) -> _Receiver:
+    """Decode descriptors from the wire; attributes are read here, since their texts may not decode either."""
+    sizes = f"{len(engine_desc)} and {len(mem_desc)} bytes"
+    if max(len(engine_desc), len(mem_desc)) > _MAX_DESCRIPTOR_BYTES:
+        raise WireError(f"descriptors of {sizes} are too long for Mori's")
     try:
-        return kind.unpack(packed)
+        engine, memory = api.EngineDesc.unpack(engine_desc), api.MemoryDesc.unpack(mem_desc)
+        return _Receiver(
+            engine=engine,
+            memory=memory,
+            key=engine.key,
+            pid=engine.pid,
+            host=engine.hostname,
+            memory_key=memory.engine_key,
+            size=memory.size,
+            device=memory.device_bus_id,
+            location=memory.loc,
+            ipc_handle=memory.ipc_handle,
+        )
     except (RuntimeError, MemoryError, ValueError) as exc:
-        raise WireError(f"undecodable {what} descriptor of {len(packed)} bytes: {exc}") from None
+        raise WireError(f"undecodable Mori descriptors of {sizes}: {exc}") from None
 
 
 def _make_immortal(one: object) -> None:
