@@ -1,14 +1,15 @@
 """How long a payload takes from put() in one process to being usable in another, by size.
 
-Theory of operation. Two sending processes, one with worker_mode process and one with thread, are alive for
-the whole run; this process receives from both. Batches alternate between them, so that whatever else the
-machine does falls on both alike, and only the ratio of the two is compared. In a `busy` batch the sender
-spins a pure-Python thread, as a scheduler that holds the GIL does; in an `idle` one it does nothing else.
+Theory of operation. A sending process has two connectors, one with worker_mode process and one with thread,
+and this process receives from both. Batches alternate between them, so that whatever else the machine does
+falls on both alike, and only the ratio of the two is compared; the one whose turn it is not sleeps. In a
+`busy` batch the sender spins a pure-Python thread, as a scheduler that holds the GIL does; in an `idle` one
+it does nothing else.
 
 The payload's first 8 bytes are the monotonic time at the call of put(), one clock for all processes of a
 host. The receiver reads them out of what get_with_deadline() returned: that is when it is usable.
 
-`python -m mori_mp.bench JSON` is a sending process: it prints its port, then obeys a JSON line per batch.
+`python -m mori_mp.bench JSON` is the sending process: it prints its ports, then obeys a JSON line per batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -53,8 +54,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What a sending process is told: `count` payloads of `size` bytes, `gap_s` apart, keys `name`-0, ..."""
+    """What the sending process is told: `count` payloads of `size` bytes, `gap_s` apart, keys `name`-0..."""
 
+    mode: str
     name: str
     size: int
     count: int
@@ -63,17 +65,17 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class _Sender:
-    """A sending process."""
+    """The sending process; `ports` are those of its connectors, by mode."""
 
-    def __init__(self, mode: str, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mori_mp.bench", json.dumps({**settings, "worker_mode": mode})],
+            [sys.executable, "-m", "mori_mp.bench", json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         try:
-            self.port = int(self._answer()["port"])
+            self.ports: dict[str, int] = self._answer()["ports"]
         except BaseException:
             self.close()
             raise
@@ -129,12 +131,11 @@ def run(
         "memory_pool_size": pool,
         **(extra or {}),
     }
-    senders: dict[str, _Sender] = {}
     receivers: dict[str, MoriTransferEngineConnector] = {}
+    sender = _Sender(settings)
     try:
         for mode in MODES:
-            senders[mode] = _Sender(mode, settings)
-            upstream = {"sender_host": settings["host"], "sender_zmq_port": senders[mode].port}
+            upstream = {"sender_host": settings["host"], "sender_zmq_port": sender.ports[mode]}
             edge = {"from_stage": 0, "to_stage": 1, "stage_id": 1, "prestart": False}
             receivers[mode] = MoriTransferEngineConnector(
                 {**settings, **upstream, **edge, "role": "receiver"}
@@ -143,17 +144,16 @@ def run(
         for size in sizes:
             for state in states:
                 told(f"{size} bytes, sender {state}")
-                cases.append(_case(senders, receivers, size, state, count, gap_s))
+                cases.append(_case(sender, receivers, size, state, count, gap_s))
         return cases
     finally:
         for receiver in receivers.values():
             receiver.close()
-        for sender in senders.values():
-            sender.close()
+        sender.close()
 
 
 def _case(
-    senders: dict[str, _Sender],
+    sender: _Sender,
     receivers: dict[str, MoriTransferEngineConnector],
     size: int,
     state: str,
@@ -166,10 +166,10 @@ def _case(
         for mode in MODES if turn % 2 == 0 else reversed(MODES):
             # The first of a batch is not counted: it pays for what has grown cold.
             share = count // ROUNDS + (turn < count % ROUNDS) if count > ROUNDS else 1
-            batch = Batch(f"{state}-{size}-{turn}", size, share + 1, gap_s, state == "busy")
-            senders[mode].start(batch)
+            batch = Batch(mode, f"{state}-{size}-{turn}", size, share + 1, gap_s, state == "busy")
+            sender.start(batch)
             usable[mode] += _receive(receivers[mode], batch)[1:]
-            put[mode] += senders[mode].put_times()[1:]
+            put[mode] += sender.put_times()[1:]
     times = {mode: summarise(usable[mode]) for mode in MODES}
     return Case(
         size=size,
@@ -204,14 +204,21 @@ def main(argument: str) -> None:
     """Send batches until standard input ends."""
     settings = json.loads(argument)
     try:
-        with MoriTransferEngineConnector(
-            {**settings, "role": "sender", "stage_id": 0, "zmq_port": 0}
-        ) as sender:
-            print(json.dumps({"port": sender.zmq_port}), flush=True)
+        with ExitStack() as open_ones:
+            senders = {
+                mode: open_ones.enter_context(
+                    MoriTransferEngineConnector(
+                        {**settings, "worker_mode": mode, "role": "sender", "stage_id": 0, "zmq_port": 0}
+                    )
+                )
+                for mode in MODES
+            }
+            ports = {mode: sender.zmq_port for mode, sender in senders.items()}
+            print(json.dumps({"ports": ports}), flush=True)
             for line in sys.stdin:
                 batch = msgspec.json.decode(line, type=Batch)
                 with _spinning(batch.busy):
-                    times = _send(sender, batch)
+                    times = _send(senders[batch.mode], batch)
                 print(json.dumps({"put_ns": times}), flush=True)
     except MoriMPError as exc:
         print(json.dumps({"error": str(exc)}), flush=True)

@@ -75,7 +75,7 @@ def bench(
         extra["delivery"] = delivery.value
     console = Console(stderr=True)
     try:
-        with console.status("starting two senders") as status:
+        with console.status("starting the sender") as status:
             cases = measuring.run(
                 wanted,
                 count,

@@ -1,7 +1,7 @@
 """Requests to an in-tree (v1) sender: one at a time, since its replies carry no correlation.
 
-A request that is given up keeps its socket until the late reply has come: only that reply tells that the
-landing write behind it has ended. Further requests go over a fresh socket.
+A pull that is given up keeps its socket until the late reply has come: only that reply tells that the landing
+write behind it has ended. Further requests go over a fresh socket.
 """
 
 from __future__ import annotations
@@ -21,17 +21,27 @@ class _Conversation:
         self._board = board
         self._on_end = on_end
         self.reply: bytes | None = None
-        self.on_late_end: Callable[[], None] | None = None
-        self.abandoned = False
+        self._late: list[Callable[[], None]] = []  # pop() decides who of two threads calls it
         self.line: Line = board.open(address, self._receive, wire.MAX_REQUEST_BYTES)
+
+    def abandon(self, on_late_end: Callable[[], None]) -> None:
+        """Keep the socket for the late reply, which may be coming at this very moment."""
+        self._late.append(on_late_end)
+        if self.reply is not None:
+            self._end()
 
     def _receive(self, frames: list[bytes]) -> None:
         self.reply = frames[-1]
-        if self.abandoned:
-            if self.on_late_end is not None:
-                self.on_late_end()
-            self._board.retire(self.line)
-            self._on_end(self)
+        self._end()
+
+    def _end(self) -> None:
+        try:
+            on_late_end = self._late.pop()
+        except IndexError:
+            return  # somebody waits for the reply, or has seen to it
+        self._board.retire(self.line)
+        self._on_end(self)
+        on_late_end()
 
 
 class V1Requests:
@@ -70,9 +80,11 @@ class V1Requests:
             reply = self._board.wait(lambda: talk.reply, deadline)
             if reply is None:
                 self._current = None
-                talk.on_late_end = on_late_end
-                self._abandoned.add(talk)
-                talk.abandoned = True
+                if on_late_end is None:
+                    self._board.retire(talk.line)  # nothing of ours hangs on the late reply
+                else:
+                    self._abandoned.add(talk)
+                    talk.abandon(on_late_end)
                 self._on_unanswered()
             return reply
         finally:

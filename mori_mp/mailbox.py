@@ -49,7 +49,7 @@ class Mailbox:
         """Forget a payload that is no longer to be had."""
         ready = self._ready.get(notice.key)
         if ready is not None and ready.generation == notice.generation:
-            del self._ready[notice.key]
+            self._ready.pop(notice.key, None)  # another thread may be taking it
 
     def get(self, key: str) -> Ready | None:
         """Look a key up; a miss is remembered for the next audit."""
@@ -64,7 +64,11 @@ class Mailbox:
         if current is None or current.generation != ready.generation:
             return False
         # pop() decides between threads: only one of them gets the entry.
-        return self._ready.pop(ready.key, None) is not None
+        popped = self._ready.pop(ready.key, None)
+        if popped is None or popped.generation == ready.generation:
+            return popped is not None
+        self._ready.setdefault(ready.key, popped)  # replaced by a newer one just now
+        return False
 
     def put_back(self, ready: Ready) -> None:
         """Undo take(), after a delivery that failed and may be tried again."""

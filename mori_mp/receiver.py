@@ -372,6 +372,7 @@ class Receiver:
 
     # ------------------------------------------------------------------------------ v1
     def _get_v1(self, link: Link, wanted: Wanted, deadline: float | None) -> tuple[Any, int] | None:
+        link.audit(time.monotonic())  # ends writes that a v2 predecessor has left behind
         size, fast_path = wanted.size, wanted.fast_path
         while not size:
             found = self._query_v1(link, wanted.key, deadline)

@@ -110,13 +110,17 @@ class DropPeer(msgspec.Struct, array_like=True, tag=2):
 
 
 class Job(msgspec.Struct, array_like=True, tag=3):
-    """Control -> worker: one batched write; offsets and sizes in bytes, three lists of one length."""
+    """Control -> worker: one batched write; offsets and sizes in bytes, three lists of one length.
+
+    event: which event of the borrowed GPU pool must have happened before the pool is read; -1 for none.
+    """
 
     write_id: int
     peer: int
     local_offsets: list[int]
     remote_offsets: list[int]
     sizes: list[int]
+    event: int = -1
 
 
 class Stop(msgspec.Struct, array_like=True, tag=4):
@@ -124,12 +128,16 @@ class Stop(msgspec.Struct, array_like=True, tag=4):
 
 
 class WorkerReady(msgspec.Struct, array_like=True, tag=5):
-    """Worker -> control: engine up. cpus is the effective affinity mask as a cpulist."""
+    """Worker -> control: engine up. cpus is the effective affinity mask as a cpulist.
+
+    depth: writes that the engine can have under way at once.
+    """
 
     index: int
     pid: int
     cpus: str
     engine: str
+    depth: int = 1
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, tag=6):
@@ -230,7 +238,7 @@ class ControlSetup(ChildSetup, kw_only=True):
 
 
 class WorkerSetup(ChildSetup, kw_only=True):
-    """All that a transfer worker is told."""
+    """All that a transfer worker is told. gpu_pool: packed descriptor of the GPU pool to borrow, if any."""
 
     index: int
     identity: str
@@ -241,6 +249,7 @@ class WorkerSetup(ChildSetup, kw_only=True):
     jobs_endpoint: str
     prefault: bool
     device: str = "cpu"
+    gpu_pool: bytes = b""
     trace_folder: str = ""
     epoch: str = ""
 

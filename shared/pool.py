@@ -133,7 +133,9 @@ class Pool:
             return cls(fd, desc.size, desc.name)
         except OSError as exc:  # no memfd, or no room to map it
             os.close(fd)
-            raise EngineUnavailable(f"pool {desc.name} of process {desc.pid} cannot be mapped: {exc}") from exc
+            raise EngineUnavailable(
+                f"pool {desc.name} of process {desc.pid} cannot be mapped: {exc}"
+            ) from exc
         except BaseException:
             os.close(fd)
             raise

@@ -43,7 +43,7 @@ def test_a_stale_part_is_noticed(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").unlink()
     (tmp_path / "docs").mkdir()
-    for path in (ROOT / "docs").iterdir():
+    for path in filter(Path.is_file, (ROOT / "docs").iterdir()):
         (tmp_path / "docs" / path.name).write_bytes(path.read_bytes())
     stale = README.replace("`zmq_port` | int", "`zmq_port` | text")
     assert stale != README

@@ -406,8 +406,9 @@ def test_a_failed_put_is_a_fault_with_key_and_edge(
     make_connector: Factory, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = make_connector.sender()
+    too_large = pattern(8 << 20)
     for _ in range(15):
-        assert not sender.put("0", "1", KEY, pattern(8 << 20))[0]
+        assert not sender.put("0", "1", KEY, too_large)[0]
     lines = [message for message in caplog.messages if "cause=pool_exhausted" in message]
     assert len(lines) == 10  # a flood does not fill the log
     assert f"key={KEY} edge=0_1" in lines[0]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_tracing import assert_readable, events
 from typer.testing import CliRunner, Result
 
 from mori_mp import cli
@@ -71,6 +73,26 @@ def test_both_worker_modes_deliver_everything_and_are_compared(tmp_path: Path) -
     assert "thread / process" in result.output
 
 
+def test_the_spans_of_all_stages_are_written_to_one_trace(tmp_path: Path) -> None:
+    target = tmp_path / "run.json"
+    landing = ("--delivery", "landing", "--eager-bytes", "0", "--trace-out", str(target))
+    result = pipeline(*SMALL, "--chunks", "3", *landing)
+    assert result.exit_code == 0, result.output
+    assert os.listdir(tmp_path) == ["run.json"]
+    trace = json.loads(target.read_text())
+    assert_readable(trace)
+    for name in ("put", "publish", "pull", "dispatch", "write", "reply", "usable"):
+        found = events(trace, name)
+        assert len(found) == 12, f"{name}: 2 requests of 3 chunks on 2 edges"
+        assert {event["args"]["key"].rpartition("@")[2] for event in found} == {"0_1", "1_2"}
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert {"stage 0", "stage 1", "stage 2", "control 0", "worker 0.1"} <= names
+    starts = [e["id"] for e in trace["traceEvents"] if e["ph"] == "s"]
+    assert sorted(starts) == sorted(e["id"] for e in trace["traceEvents"] if e["ph"] == "f")
+    assert len(set(starts)) == 12
+    assert f"trace: 84 spans in {target}" in result.output
+
+
 def test_a_trace_is_replayed_to_json_on_stdout() -> None:
     result = pipeline(*SMALL, "--trace", str(TRACE), "--get", "wake", "--metadata", "endpoint", "--json", "-")
     assert result.exit_code == 0, result.output
@@ -99,6 +121,7 @@ def test_a_corrupted_chunk_is_exit_status_1(tmp_path: Path) -> None:
         (("--trace", "/nowhere.jsonl"), "cannot be read"),
         (("--backend", "shm", "--set", "codec_chunk_frames=0"), "codec_chunk_frames must be"),
         (("--requests", "0"), "--requests"),
+        (("--trace-out", "/nowhere/run.json"), "there is no folder /nowhere"),
     ],
 )
 def test_wrong_options_are_exit_status_2(arguments: tuple[str, ...], message: str) -> None:

@@ -108,4 +108,10 @@ def test_a_write_under_way_keeps_its_slot_from_the_successor(
         first.close()
         v1_sender(port).payloads[f"{KEY}@0_1"] = (pattern(300_000, 2), True)
         assert waiting.result(30) == pattern(300_000, 2)
-    assert_whole(receiver, seconds=10)
+
+    def swept() -> bool:
+        receiver.get("0", "1", "nothing")
+        return bool(receiver.slots.stats()["used_bytes"] == 0)
+
+    eventually(swept, "the slot is back, its writers being gone")
+    assert_whole(receiver)

@@ -2,8 +2,9 @@
 
 Order matters. The child pins itself before it imports anything that could start a thread, because an
 affinity mask set later, or from outside, reaches one thread only. Its set-up is the first line on standard
-input, and standard input then stays open as its lifeline. `site` is not run (-S): the parent's sys.path comes
-with the set-up, and start-up is faster without.
+input, and standard input then stays open as its lifeline. `site` is not run (-S): the parent's sys.path
+comes with the set-up, and start-up is faster without. A child of another interpreter (worker_python) runs
+it, has its own packages, and takes nothing but mori_mp from the parent's path.
 """
 
 import json
@@ -31,7 +32,13 @@ def main() -> None:
     del sys.path[0]  # this script's folder: its modules are mori_mp.workers.*, nothing else
     line = read_line(LIFELINE_FD)
     setup = json.loads(line)
-    sys.path[:0] = [entry for entry in setup["path"] if entry not in sys.path]
+    if sys.flags.no_site:
+        sys.path[:0] = [entry for entry in setup["path"] if entry not in sys.path]
+    else:
+        sys.path.insert(0, setup["path"][0])
+        import mori_mp  # noqa: F401  (its parts are found through it)
+
+        del sys.path[0]
     from mori_mp.shared.affinity import pin_self  # imports nothing that starts a thread
 
     pin_self(frozenset(setup["cpus"]) or None)

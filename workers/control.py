@@ -56,6 +56,7 @@ _TICK_SECONDS = 1.0
 _FREED_BATCH = 2000
 _DRAIN = 256  # messages taken from one socket before the others get their turn
 _LINGER_MS = 500
+_ORPHAN_PATIENCE_SECONDS = 0.5  # for workers whose stage is dead: everything is to be gone within 2 s
 
 
 class ControlLoop:
@@ -113,6 +114,7 @@ class ControlLoop:
         self._holders: dict[int, int] = {}  # pid -> pidfd
         self._want_writable = False
         self._running = True
+        self._orphaned = False
         self._started_at = time.monotonic()
         self._port = 0
 
@@ -141,7 +143,10 @@ class ControlLoop:
                     self.observer.housekeep(now)
                 self._carry_out(now)
         finally:
-            self._crew.stop()
+            if self._orphaned:
+                self._crew.stop(_ORPHAN_PATIENCE_SECONDS)
+            else:
+                self._crew.stop()
             for pidfd in self._holders.values():
                 os.close(pidfd)
             self.observer.close()
@@ -218,7 +223,7 @@ class ControlLoop:
 
     def _stage_gone(self) -> None:
         logger.info("stage process is gone; control process ends")
-        self._running = False
+        self._running, self._orphaned = False, True
         runtime = self._setup.jobs_endpoint.removeprefix("ipc://")
         if runtime != self._setup.jobs_endpoint:
             shutil.rmtree(Path(runtime).parent, ignore_errors=True)

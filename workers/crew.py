@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 RESTART_WINDOW_SECONDS = 60.0
 _STOP_SECONDS = 2.0
-_DEPTH = {"shm": 1}
 
 
 class RunningWorker(Protocol):
@@ -174,7 +173,7 @@ class Crew:
         for member in self._members:
             if member.identity == identity:
                 member.ready, member.info = True, message
-                self._dispatcher.add_worker(identity, _DEPTH.get(message.engine, 1))
+                self._dispatcher.add_worker(identity, message.depth)
                 logger.debug(  # the worker's own line at its start tells the same
                     "transfer worker %d ready: engine %s, pid %d, cpus %s",
                     member.index,
@@ -226,12 +225,12 @@ class Crew:
                     )
                     member.process.kill()
 
-    def stop(self) -> None:
-        """End all workers: asked first, killed after a time-out."""
+    def stop(self, patience: float = _STOP_SECONDS) -> None:
+        """End all workers: asked first, killed after so many seconds."""
         for member in self._members:
             if member.process is not None and member.ready:
                 self._send(member, messages.Stop())
-        deadline = time.monotonic() + _STOP_SECONDS
+        deadline = time.monotonic() + patience
         for member in self._members:
             process = member.process
             if process is None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BIND_AGAIN_SECONDS = 5.0
+_BIND_AGAIN_SECONDS = 2.0
 
 
 class Observer:

@@ -20,7 +20,7 @@ import zmq
 
 from mori_mp.shared import messages
 from mori_mp.shared.affinity import pin_self
-from mori_mp.shared.errors import MoriMPError
+from mori_mp.shared.errors import MoriMPError, TransferFailed
 from mori_mp.shared.messages import AddPeer, DropPeer, Job, JobDone, PoolBacked, Stop, WorkerSetup
 from mori_mp.shared.pool import PREFAULT_STEP, Pool, prefault, total_bytes
 from mori_mp.shared.procinfo import startup_line
@@ -28,7 +28,8 @@ from mori_mp.shared.topology import format_cpulist
 from mori_mp.shared.tracing import Tracer
 from mori_mp.workers import childlog, engines
 from mori_mp.workers.boot import LIFELINE_FD
-from mori_mp.workers.engines.base import Engine, Transfer
+from mori_mp.workers.engines.base import Engine, EngineBroken, Ready, Transfer
+from mori_mp.workers.engines.gpu_pool import BorrowedPool
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class TransferWorker:
         self._socket.setsockopt(zmq.IDENTITY, setup.identity.encode())
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.connect(setup.jobs_endpoint)
+        self._borrowed: BorrowedPool | None = None
         self._refused_peers: dict[int, str] = {}
         self._under_way: list[_UnderWay] = []
         self._prefaulted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -76,7 +78,10 @@ class TransferWorker:
         """Serve until told to stop or cut off."""
         setup = self._setup
         try:
-            engine = engines.load(setup.engine, self._pool, setup.engine_options)
+            if setup.gpu_pool:
+                self._borrowed = BorrowedPool(setup.gpu_pool)  # until this process exits
+            memory = self._pool if self._borrowed is None else self._borrowed.memory
+            engine = engines.load(setup.engine, memory, setup.engine_options)
         except MoriMPError as exc:
             self._tell(messages.WorkerFailed(setup.index, str(exc)))
             self._socket.close()
@@ -85,7 +90,11 @@ class TransferWorker:
         prefaulting: threading.Thread | None = None
         try:
             cpus = pin_self(None)
-            self._tell(messages.WorkerReady(setup.index, os.getpid(), format_cpulist(cpus), engine.name))
+            self._tell(
+                messages.WorkerReady(
+                    setup.index, os.getpid(), format_cpulist(cpus), engine.name, engine.depth
+                )
+            )
             logger.info(
                 startup_line(
                     "worker",
@@ -169,12 +178,30 @@ class TransferWorker:
             self._tell(JobDone(job.write_id, refused, 0))
             return
         try:
-            transfer = engine.submit(job.peer, job.local_offsets, job.remote_offsets, job.sizes, job.write_id)
+            transfer = engine.submit(
+                job.peer, job.local_offsets, job.remote_offsets, job.sizes, job.write_id, self._event(job)
+            )
         except MoriMPError as exc:
+            self._note(exc)
             self._tell(JobDone(job.write_id, str(exc), 0))
             return
         self._under_way.append(_UnderWay(job.write_id, transfer, started))
         self._reap()
+
+    def _event(self, job: Job) -> Ready | None:
+        """Return what a job's write must wait for."""
+        if job.event < 0:
+            return None
+        events = self._borrowed.events if self._borrowed is not None else []
+        if job.event >= len(events):
+            raise TransferFailed(f"the pool has {len(events)} events, and none with number {job.event}")
+        return events[job.event]
+
+    def _note(self, exc: MoriMPError) -> None:
+        """End this worker, to be replaced, if its engine can do nothing any more."""
+        if isinstance(exc, EngineBroken) and not self._stop:
+            logger.error("transfer worker %d ends: %s", self._setup.index, exc)
+            self._stop = True
 
     def _reap(self) -> bool:
         """Report the transfers that have ended; tell whether there were any."""
@@ -185,6 +212,7 @@ class TransferWorker:
                 if not one.transfer.poll():
                     continue
             except MoriMPError as exc:
+                self._note(exc)
                 error = str(exc)
             self._under_way.remove(one)
             now = time.monotonic_ns()

@@ -16,7 +16,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from mori_mp.deploy import load_deploy
-from mori_mp.pipeline.job import default_timeout_s, run_pipeline, with_overrides
+from mori_mp.pipeline.job import default_timeout_s, run_pipeline, run_traced, with_overrides
 from mori_mp.pipeline.planner import RunOptions
 from mori_mp.pipeline.report import LiveView, as_document, compare, comparison_table, print_outcome
 from mori_mp.pipeline.runner import RunOutcome
@@ -187,6 +187,15 @@ def pipeline(
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
+    trace_out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the spans of every transfer to one trace, for ui.perfetto.dev or chrome://tracing. "
+            "With --compare: one file for each mode, FILE with the mode before its suffix.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
     live: Annotated[
         bool, typer.Option(help="Show a table while it runs (on a terminal).", rich_help_panel=_OUTPUT)
     ] = True,
@@ -220,6 +229,7 @@ def pipeline(
       mori-mp pipeline --deploy-config $D --backend shm --busy --compare
       mori-mp pipeline --deploy-config $D --requests 16 --duration 60 --get poll
       mori-mp pipeline --deploy-config $D --trace recorded.jsonl --json out.json
+      mori-mp pipeline --deploy-config $D --backend shm --trace-out run.json
     """
     console = Console(stderr=json_to == "-")
     logging.basicConfig(
@@ -231,6 +241,8 @@ def pipeline(
         raise typer.BadParameter("--compare runs both worker modes; leave --worker-mode out")
     if trace is not None and duration is not None:
         raise typer.BadParameter("a trace has its own length; leave --duration out")
+    if trace_out is not None and not trace_out.parent.is_dir():
+        raise typer.BadParameter(f"--trace-out: there is no folder {trace_out.parent}")
     overrides: dict[str, Any] = {
         "memory_pool_size": pool_size,
         "num_transfer_workers": num_workers,
@@ -261,13 +273,16 @@ def pipeline(
         for mode in modes:
             title = f"{deploy_config.name}: {mode or overrides.get('worker_mode') or 'pipeline'}"
             with LiveView(console, title, live=live and console.is_terminal, echo=verbose) as view:
-                outcome = run_pipeline(
-                    deploy,
-                    with_overrides(options, {"worker_mode": mode} if mode else {}),
-                    timeout_s=timeout or default_timeout_s(options),
-                    observer=view,
-                )
+                chosen = with_overrides(options, {"worker_mode": mode} if mode else {})
+                limit = timeout or default_timeout_s(options)
+                if trace_out is None:
+                    outcome, spans = run_pipeline(deploy, chosen, timeout_s=limit, observer=view), 0
+                else:
+                    target = trace_out.with_suffix(f".{mode}{trace_out.suffix}") if mode else trace_out
+                    outcome, spans = run_traced(deploy, chosen, target, timeout_s=limit, observer=view)
             print_outcome(console, outcome, title, show_processes=show_processes)
+            if trace_out is not None:
+                console.print(Text(f"trace: {spans} spans in {target}"), soft_wrap=True)
             outcomes[mode or "run"] = outcome
             if outcome.interrupted:
                 break

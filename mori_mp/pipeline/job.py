@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mori_mp.deploy import Deploy
 from mori_mp.pipeline.free_ports import PortBlock
 from mori_mp.pipeline.planner import RunOptions, make_plans, wants_local_ports
 from mori_mp.pipeline.runner import Observer, Runner, RunOutcome
+from mori_mp.shared.files import write_whole
+from mori_mp.shared.tracing import join
 
 
 def run_pipeline(deploy: Deploy, options: RunOptions, *, timeout_s: float, observer: Observer) -> RunOutcome:
@@ -47,3 +52,18 @@ def default_timeout_s(options: RunOptions) -> float:
     else:
         expected = (options.chunks or 0) * options.gap_s
     return 60.0 + 2 * expected
+
+
+def run_traced(
+    deploy: Deploy, options: RunOptions, target: Path, *, timeout_s: float, observer: Observer
+) -> tuple[RunOutcome, int]:
+    """As run_pipeline(), and write the spans of all stages to one trace; returns how many it has.
+
+    0 when no connector wrote any, as one of another class would. Raises OSError if target cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix="mori-mp-trace-") as folder:
+        traced = with_overrides(options, {"trace_path": f"{folder}/{{stage}}-{{pid}}.json"})
+        outcome = run_pipeline(deploy, traced, timeout_s=timeout_s, observer=observer)
+        trace = join(json.loads(path.read_bytes()) for path in sorted(Path(folder).glob("*.json")))
+    write_whole(target, json.dumps(trace, separators=(",", ":")).encode())
+    return outcome, sum(event["ph"] in "Xb" for event in trace["traceEvents"])

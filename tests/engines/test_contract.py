@@ -217,6 +217,21 @@ def test_a_write_to_a_dead_peer_fails(rig: Rig, start) -> None:
     assert other("peek", 0, MB) == _SENT
 
 
+def test_a_dead_peer_is_not_added_again(rig: Rig, start) -> None:
+    if not rig.watches:
+        pytest.skip("the memory is whole for as long as anyone maps it")
+    sender, receiver = start(rig), start(rig)
+    sender.become_sender(MB)
+    descriptors = receiver.become_receiver(MB)
+    sender("add_peer", 1, *descriptors)
+    receiver.kill()
+    with pytest.raises(EngineUnavailable):
+        sender("add_peer", 2, *descriptors)  # while the first one's mapping is still there
+    sender("drop_peer", 1)
+    with pytest.raises(EngineUnavailable):
+        sender("add_peer", 2, *descriptors)
+
+
 def test_a_write_under_which_the_peer_dies_fails(rig: Rig, start) -> None:
     need_hold(rig)
     sender, receiver = pair_of(rig, start)

@@ -1,4 +1,4 @@
-"""The engine over real Mori (the published amd-mori wheel): configuration, keys, what Mori would get wrong."""
+"""The engine over real Mori (the published amd-mori wheel): configuration, keys, and its known faults."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ DEFAULT_EVENTS = 64
 CLOSE_SECONDS = 0.5
 _CLOSE_PAUSE_SECONDS = 0.0005
 
-_exported: dict[bytes, tuple[int, int]] = {}
-"""Base and size in bytes of this process's own allocations, by handle."""
+_exported: dict[tuple[bytes, int], tuple[int, int]] = {}
+"""Base and size in bytes of this process's own allocations, by handle and offset of the memory described."""
 
 
 class CudaIpcEngineDescriptor(msgspec.Struct, array_like=True, frozen=True):
@@ -102,7 +102,7 @@ class _Link:
         self.dropped = False
         self._handle = b""
         if desc.pid == os.getpid():  # a process cannot import what it exported itself
-            base, size = _exported.get(desc.handle, (0, 0))
+            base, size = _exported.get((desc.handle, desc.offset), (0, 0))
         else:
             base = runtime.import_memory(desc.handle)
             self._handle = desc.handle
@@ -341,7 +341,8 @@ def receive(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> P
         raise EngineUnavailable("cuda_ipc shares GPU memory, and this pool is host memory")
     runtime = gpu_runtime.load()
     base, allocation_size, handle = export_allocation(runtime, memory)
-    _exported[handle] = base, allocation_size
+    place = handle, memory.address - base
+    _exported[place] = base, allocation_size
     desc = GpuMemoryDescriptor(
         kind=runtime.kind,
         bus_id=runtime.bus_id(memory.device),
@@ -355,11 +356,11 @@ def receive(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> P
     )
     key = f"{NAME}-{secrets.token_hex(8)}-{os.getpid()}"
     engine_desc = msgspec.msgpack.encode(CudaIpcEngineDescriptor(key, host_id()))
-    return Passive(engine_desc, msgspec.msgpack.encode(desc), lambda: _withdraw(handle))
+    return Passive(engine_desc, msgspec.msgpack.encode(desc), lambda: _withdraw(place))
 
 
-def _withdraw(handle: bytes) -> None:
-    _exported.pop(handle, None)
+def _withdraw(place: tuple[bytes, int]) -> None:
+    _exported.pop(place, None)
 
 
 def _runs(local: list[int], remote: list[int], sizes: list[int]) -> Iterator[tuple[int, int, int]]:

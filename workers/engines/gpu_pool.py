@@ -70,6 +70,10 @@ class GpuPoolDescriptor(msgspec.Struct, array_like=True, frozen=True):
         return desc
 
 
+_lent: dict[tuple[bytes, int], LentPool] = {}
+"""This process's own pools, by handle and offset: workers that are its threads borrow them as they are."""
+
+
 class Event:
     """A GPU event as something to wait for (`Ready`)."""
 
@@ -88,6 +92,7 @@ class LentPool:
         base, allocation_size, handle = export_allocation(runtime, memory)
         runtime.set_device(memory.device)
         self._runtime = runtime
+        self._place = handle, memory.address - base
         self.memory = memory
         self.events = [Event(runtime, runtime.event_create(interprocess=True)) for _ in range(events)]
         self.descriptor = GpuPoolDescriptor(
@@ -102,9 +107,11 @@ class LentPool:
             pid=os.getpid(),
             host_id=host_id(),
         )
+        _lent[self._place] = self
 
     def close(self) -> None:
         """Destroy the events; the memory is the caller's. Idempotent."""
+        _lent.pop(self._place, None)
         events, self.events = self.events, []
         for event in events:
             self._runtime.event_destroy(event.handle)
@@ -127,8 +134,15 @@ class BorrowedPool:
                 f"the pool's GPU {desc.bus_id} is not visible to this worker; check HIP_VISIBLE_DEVICES, "
                 f"ROCR_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES"
             )
-        self._handle = desc.handle
         self.events: list[Event] = []
+        self._handle = b""
+        if desc.pid == os.getpid():  # a process cannot import what it exported itself
+            lent = _lent.get((desc.handle, desc.offset))
+            if lent is None:
+                raise EngineUnavailable("the stage's GPU pool has been closed")
+            self.memory, self.events = lent.memory, list(lent.events)
+            return
+        self._handle = desc.handle
         try:
             runtime.set_device(device)
             base = runtime.import_memory(desc.handle)

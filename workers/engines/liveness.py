@@ -32,8 +32,10 @@ class PeerProcess:
         """
         try:
             pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise EngineUnavailable(f"receiver process {pid} has exited") from None
         except OSError as exc:
-            raise EngineUnavailable(f"receiver process {pid} is out of reach: {exc}") from exc
+            raise EngineUnavailable(f"receiver process {pid} cannot be watched: {exc}") from exc
         if start_time(pid) != started:
             os.close(pidfd)
             raise EngineUnavailable(f"receiver process {pid} has exited; its pid has a new owner")

@@ -175,6 +175,9 @@ class MoriEngine:
     def add_peer(self, peer: int, engine_desc: bytes, mem_desc: bytes) -> None:
         receiver = _unpack(self._api, engine_desc, mem_desc)
         self._check(receiver)
+        for link in self._links.values():  # whose mapping would let a dead process pass for a living one
+            if (link.key, link.process.pid) == (receiver.key, receiver.pid) and link.process.gone():
+                raise EngineUnavailable(f"receiver process {receiver.pid} has exited")
         self.drop_peer(peer)
         shared = self.name == "rdma"
         if shared and any(link.key == receiver.key for link in self._links.values()):
