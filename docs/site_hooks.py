@@ -1,8 +1,8 @@
 """Hooks of mkdocs: what is written for readers of the repository, fitted to the site.
 
-    index.md     is the README; its links into docs/ become links between pages
-    markers      of generated parts go: Markdown would take a table right behind one for HTML
-    source links lead out of the site, so only their text stays
+index.md     is the README; its links into docs/ become links between pages
+markers      of generated parts go: Markdown would take a table right behind one for HTML
+source links lead out of the site, so only their text stays
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class MoriTransferEngineConnector:
         self._trace = self._trace_file()
         tracer = self._trace.tracer if self._trace is not None else None
         meters = StageMeters(bool(settings.prometheus_port), tracer)
-        self.publisher = Publisher(self.slots, meters)
+        self.publisher = Publisher(self.slots, tracer)
         lease = settings.delivery != "landing"
         self.receiver = Receiver(
             Us(self._epoch, host_id(), engine_desc, self._mem_desc, lease),

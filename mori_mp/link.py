@@ -347,11 +347,10 @@ class Link:
             over = request.done is not None or request.lost or self.peer is Peer.V1
             return True if over else None
 
-        while True:
-            pause = min(deadline, time.monotonic() + AUDIT_SECONDS)
-            if self._board.wait(ended, pause) or time.monotonic() >= deadline or self._board.closed:
-                break
+        while not self._board.wait(ended, min(deadline, time.monotonic() + AUDIT_SECONDS)):
             self.audit(time.monotonic())  # finds out about a control process that died with our request
+            if time.monotonic() >= deadline or self._board.closed:
+                break
         done = request.done
         if done is not None:
             self._requests.pop(message.corr, None)

@@ -1,7 +1,8 @@
-"""What a stage counts for each edge, and its spans: the part of observing that lies on the hot paths.
+"""What a stage counts for each edge that it receives from: the part of observing that lies on get()'s path.
 
-put() and get() each take two readings of the clock and increment a few fixed counters. Spans, and the
-histograms of vLLM-Omni's metric families, cost nothing unless they were asked for.
+A get() that delivers takes a few readings of the clock and increments a few fixed counters. Spans, and the
+histograms of vLLM-Omni's metric families, cost nothing unless they were asked for. What is sent is counted in
+the control process (mori_mp.workers.meters), which has more time than the stage.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from mori_mp.shared import families
 from mori_mp.shared.histogram import Edges, Histogram
 from mori_mp.shared.tracing import Tracer
-from mori_mp.shared.wire import edge_of
 
 if TYPE_CHECKING:
     from mori_mp.receiver import Wanted
@@ -21,15 +21,12 @@ if TYPE_CHECKING:
 class StageEdge:
     """Counters of one edge in the stage; times in microseconds, sizes in bytes."""
 
-    __slots__ = ("fetch", "get", "put", "received", "received_bytes", "rx", "tx")
+    __slots__ = ("fetch", "get", "received_bytes", "rx")
 
     def __init__(self) -> None:
-        self.put = Histogram()
         self.get = Histogram()
         self.fetch = Histogram()
-        self.received = 0
         self.received_bytes = 0
-        self.tx = families.counted(families.TX_SECONDS)
         self.rx = families.counted(families.RX_SECONDS)
 
 
@@ -40,22 +37,12 @@ class StageMeters:
         self.edges: Edges[StageEdge] = Edges(StageEdge)
         self.tracer = tracer
         self._export = export
-
-    def put(self, key: str, began_ns: int, generation: int, size: int) -> None:
-        """A put() that began at began_ns has published its payload; key is the internal one."""
-        now = time.monotonic_ns()
-        edge = self.edges[edge_of(key)]
-        edge.put.record((now - began_ns) // 1000)
-        if self._export:
-            edge.tx.record((now - began_ns) / 1e9)
-        if self.tracer is not None:
-            self.tracer.add("put", began_ns, now, key, generation=generation, size=size)
+        self._more = export or tracer is not None
 
     def got(self, name: str, began_ns: int, size: int) -> None:
         """A get() on an edge that began at began_ns returns a payload."""
         edge = self.edges[name]
         edge.get.record((time.monotonic_ns() - began_ns) // 1000)
-        edge.received += 1
         edge.received_bytes += size
 
     def fetched(self, wanted: Wanted, known_ns: int, size: int, generation: int, epoch: str) -> None:
@@ -63,21 +50,21 @@ class StageMeters:
         now = time.monotonic_ns()
         edge = self.edges[wanted.edge]
         edge.fetch.record((now - known_ns) // 1000)
-        if self._export:
-            edge.rx.record((now - known_ns) / 1e9)
-        if self.tracer is not None:
-            self.tracer.add(
-                "usable", known_ns, now, wanted.key, generation=generation, size=size, epoch=epoch
-            )
+        if self._more:
+            if self._export:
+                edge.rx.record((now - known_ns) / 1e9)
+            if self.tracer is not None:
+                self.tracer.add(
+                    "usable", known_ns, now, wanted.key, generation=generation, size=size, epoch=epoch
+                )
 
     # -------------------------------------------------------------------------- reports
     def report(self) -> dict[str, Any]:
         """Describe every edge for the health document."""
         return {
             name: {
-                "received": edge.received,
+                "received": edge.get.count,
                 "received_bytes": edge.received_bytes,
-                "put": edge.put.as_dict(),
                 "get": edge.get.as_dict(),
                 "fetch": edge.fetch.as_dict(),
             }
@@ -88,8 +75,5 @@ class StageMeters:
         """Return the counts of vLLM-Omni's families, by edge; empty unless they are exported."""
         if not self._export:
             return {}
-        found = {}
-        for name, edge in list(self.edges.items()):
-            counts = {families.TX_SECONDS: edge.tx, families.RX_SECONDS: edge.rx}
-            found[name] = {family: count.as_dict() for family, count in counts.items() if any(count.buckets)}
-        return found
+        edges = list(self.edges.items())
+        return {name: {families.RX_SECONDS: edge.rx.as_dict()} for name, edge in edges if edge.get.count}

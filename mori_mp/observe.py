@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from mori_mp.shared import registry
-from mori_mp.shared.registry import Found
+from mori_mp.shared.registry import Found, PlanCard
 
 ANSWER_SECONDS = 1.0
 _AT_ONCE = 16
@@ -136,7 +136,7 @@ def _row(sample: Sample, before: Sample | None) -> Row:
         misses=_int(_part(document, "receiver", "counters").get("misses")),
         errors=_int(document.get("errors")),
         restarts=_restarts(document),
-        processes=_processes(document, earlier, spent),
+        processes=_processes(document, earlier, spent, card.plan),
     )
 
 
@@ -155,13 +155,21 @@ def _rate(now: int | None, then: int | None, seconds: float, scale: float = 1.0)
     return (now - then if now >= then else now) * scale / seconds
 
 
-def _processes(document: Mapping[str, Any], earlier: Mapping[str, Any], seconds: float) -> list[Process]:
+def _processes(
+    document: Mapping[str, Any], earlier: Mapping[str, Any], seconds: float, plan: PlanCard
+) -> list[Process]:
     spent = {entry.get("pid"): entry.get("cpu_s") for entry in _entries(earlier)}
-    return [_process(entry, spent.get(entry.get("pid")), seconds) for entry in _entries(document)]
+    return [_process(entry, spent.get(entry.get("pid")), seconds, plan) for entry in _entries(document)]
 
 
-def _process(entry: Mapping[str, Any], cpu_s_before: Any, seconds: float) -> Process:
+def _process(entry: Mapping[str, Any], cpu_s_before: Any, seconds: float, plan: PlanCard) -> Process:
     cpu_s, index = entry.get("cpu_s"), entry.get("index")
+    # The card is rewritten when a plan is applied to running processes; their set-up is not.
+    asked = entry.get("asked_cpus")
+    if entry.get("role") == "control":
+        asked = plan.control
+    elif entry.get("role") == "worker" and isinstance(index, int) and 0 <= index < len(plan.workers):
+        asked = plan.workers[index]
     percent = entry.get("cpu_percent")
     if seconds > 0 and isinstance(cpu_s, (int, float)) and isinstance(cpu_s_before, (int, float)):
         percent = max(0.0, cpu_s - cpu_s_before) * 100 / seconds
@@ -173,7 +181,7 @@ def _process(entry: Mapping[str, Any], cpu_s_before: Any, seconds: float) -> Pro
         cpu_percent=round(float(percent), 1) if isinstance(percent, (int, float)) else None,
         rss_bytes=_int(entry.get("rss_bytes")),
         threads=_int(entry.get("threads")),
-        asked_cpus=str(entry.get("asked_cpus") or ""),
+        asked_cpus=str(asked or ""),
         cpus=str(entry.get("cpus") or ""),
         restarts=_int(entry.get("restarts")),
     )

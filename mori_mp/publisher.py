@@ -20,11 +20,11 @@ import torch
 
 from mori_mp import codec
 from mori_mp.managed import ManagedBuffer
-from mori_mp.meters import StageMeters
 from mori_mp.shared import wire
 from mori_mp.shared.errors import PayloadError, PoolExhausted
 from mori_mp.shared.messages import HotToControl, Publish, Withdraw
 from mori_mp.shared.syscalls import copy_memory
+from mori_mp.shared.tracing import Tracer
 from mori_mp.slots import PoolSlots
 from mori_mp.workers.hot import HotChannel
 
@@ -43,9 +43,9 @@ class _Publication(NamedTuple):
 class Publisher:
     """See the module's docstring. Thread-safe."""
 
-    def __init__(self, slots: PoolSlots, meters: StageMeters) -> None:
+    def __init__(self, slots: PoolSlots, tracer: Tracer | None = None) -> None:
         self._slots = slots
-        self._meters = meters
+        self._tracer = tracer
         self._hot: HotChannel | None = None
         # No two stages count alike: what names a generation of our predecessor's means nothing here.
         self._generations = itertools.count(secrets.randbits(39) << 20 | 1)
@@ -152,13 +152,18 @@ class Publisher:
 
     def _publish(self, name: str, key: str, offset: int, size: int, fast_path: bool, began_ns: int) -> None:
         assert self._hot is not None
-        message = Publish(key, next(self._generations), offset, size, fast_path, False, began_ns // 1000)
+        began_us, now_us = began_ns // 1000, time.monotonic_ns() // 1000
+        message = Publish(
+            key, next(self._generations), offset, size, fast_path, False, began_us, now_us - began_us
+        )
         with self._lock:
             self._live[message.generation] = _Publication(message, name)
             self._offsets.add(offset)
             self._by_name.setdefault(name, set()).add(message.generation)
         self._hot.send(message)
-        self._meters.put(key, began_ns, message.generation, size)
+        if self._tracer is not None:
+            now_ns = time.monotonic_ns()
+            self._tracer.add("put", began_ns, now_ns, key, generation=message.generation, size=size)
 
     # ------------------------------------------------------------------------- release
     def collect(self) -> None:

@@ -135,10 +135,10 @@ class Receiver:
             pause = min(deadline, now + 1.0)
             if self._board.wait(lambda: True if self._generation != generation else None, pause):
                 return True
-            if time.monotonic() >= deadline or self._board.closed:
-                return False
             for link in list(self._links.values()):
                 link.audit(time.monotonic())
+            if time.monotonic() >= deadline or self._board.closed:
+                return False
 
     # ----------------------------------------------------------------------------- get
     def get(self, wanted: Wanted, deadline: float | None) -> tuple[Any, int] | None:
@@ -224,8 +224,8 @@ class Receiver:
         ready = link.mailbox.get(wanted.key)
         if ready is not None:
             return ready
+        link.audit(time.monotonic())  # here too, or a caller with short deadlines would never ask again
         if deadline is None and not wanted.size:
-            link.audit(time.monotonic())
             return None
         until = deadline if deadline is not None else time.monotonic() + NOTICE_GRACE_SECONDS
         while True:

@@ -3,7 +3,7 @@
 They keep vLLM-Omni's names, units and bucket bounds, so that one query covers both. What they measure here:
 
     vllm_omni:transfer_size_bytes    stage's control process: size of each published payload
-    vllm_omni:transfer_tx_s          sending stage: put() from call to return (encode, copy, publish)
+    vllm_omni:transfer_tx_s          sending stage: put() from its call until the payload is handed over
     vllm_omni:transfer_rx_s          receiving stage: from a payload known to be there until usable
     vllm_omni:transfer_in_flight_s   sender's control process: from publication until the receiver pulls, or
                                      settles what it got without a pull

@@ -1,10 +1,13 @@
 """Latency histograms with power-of-two buckets, and tables of them by edge.
 
 Recording is the only thing that happens on a hot path: bit_length() of a whole number of microseconds is the
-bucket, and one element of a fixed list goes up. Everything else (counts, quantiles, upper bounds) is worked
-out by whoever reads. Buckets of a time t:
+bucket, and one element of a fixed list goes up. The list is long enough for every number, so that nothing is
+compared. All else (counts, quantiles, upper bounds) is worked out by whoever reads. Buckets of a time t:
 
     0: t < 1 us      i: 2^(i-1) us <= t < 2^i us      31: all longer ones (2^30 us are 18 minutes)
+
+A time below 0 can only be one of a few microseconds, from stamps of two processes that raced; it counts by
+its absolute value.
 
 `Bounded` has the buckets of somebody else's metric instead, and costs a binary search.
 
@@ -26,25 +29,28 @@ T = TypeVar("T")
 
 
 class Histogram:
-    """Times in microseconds."""
+    """Times in microseconds, below 2^63. The hottest paths do what record() does in place."""
 
     __slots__ = ("buckets", "total")
 
     def __init__(self) -> None:
-        self.buckets = [0] * BUCKETS
+        self.buckets = [0] * 64
         self.total = 0
 
     def record(self, microseconds: int) -> None:
-        """Count one time; a negative one, from stamps that raced, counts as 0."""
-        if microseconds < 0:
-            microseconds = 0
-        bucket = microseconds.bit_length()
-        self.buckets[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
+        """Count one time."""
+        self.buckets[microseconds.bit_length()] += 1
         self.total += microseconds
 
+    @property
+    def count(self) -> int:
+        """Times recorded."""
+        return sum(self.buckets)
+
     def as_dict(self) -> dict[str, Any]:
-        """Return {"count", "sum_us", "buckets"}, trailing zeros cut."""
-        return {"count": sum(self.buckets), "sum_us": self.total, "buckets": _cut(self.buckets)}
+        """Return {"count", "sum_us", "buckets"}, long times in one bucket and trailing zeros cut."""
+        buckets = [*self.buckets[: BUCKETS - 1], sum(self.buckets[BUCKETS - 1 :])]
+        return {"count": sum(buckets), "sum_us": self.total, "buckets": _cut(buckets)}
 
 
 class Bounded:

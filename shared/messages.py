@@ -29,7 +29,7 @@ class Publish(msgspec.Struct, array_like=True, tag=1):
     """Stage -> control: a payload of size bytes lies at offset of the pool.
 
     replayed: told before to a control process that has died since; the lease board may know a reader.
-    put_us: when put() was called, CLOCK_MONOTONIC microseconds; 0: not told.
+    put_us: when put() was called, CLOCK_MONOTONIC microseconds; 0: not told. took_us: from then until now.
     """
 
     key: str
@@ -39,6 +39,7 @@ class Publish(msgspec.Struct, array_like=True, tag=1):
     fast_path: bool
     replayed: bool = False
     put_us: int = 0
+    took_us: int = 0
 
 
 class Withdraw(msgspec.Struct, array_like=True, tag=2):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -17,6 +18,7 @@ from mori_mp.shared.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_OURS = re.compile(r"(\d+)-[0-9a-f]{12}")  # pid and epoch; nothing else in a base is ours to remove
 _MAX_SOCKET_PATH = 107  # sun_path less its terminating zero
 _LONGEST_NAME = len("/jobs-999.sock")
 
@@ -57,9 +59,10 @@ def sweep(base: Path) -> list[Path]:
     """Remove the directories of stages that are gone; returns them."""
     swept = []
     for folder in base.iterdir():
-        pid = folder.name.partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            logger.debug("removed the runtime directory that process %s left behind", pid)
-            swept.append(folder)
+        ours = _OURS.fullmatch(folder.name)
+        if ours is None or folder.is_symlink() or Path(f"/proc/{ours[1]}").exists():
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        logger.debug("removed the runtime directory that process %s left behind", ours[1])
+        swept.append(folder)
     return swept

@@ -229,16 +229,16 @@ class Machine:
         return Rig("xgmi", "xgmi", str(python), _libraries(libraries), holds=True)
 
     def _cuda_ipc_cuda(self) -> Rig:
-        return Rig("cuda_ipc-cuda", "cuda_ipc", devices=_gpus())
+        return Rig("cuda_ipc-cuda", "cuda_ipc", devices=_gpus("cuda"))
 
     def _cuda_ipc_hip(self) -> Rig:
-        return self._cuda_ipc_cuda()
+        return Rig("cuda_ipc-hip", "cuda_ipc", devices=_gpus("hip"))
 
     def _xgmi_cuda(self) -> Rig:
-        return Rig("xgmi-cuda", "xgmi", environment=_libraries(self.forwarded_hip()), devices=_gpus())
+        return Rig("xgmi-cuda", "xgmi", environment=_libraries(self.forwarded_hip()), devices=_gpus("cuda"))
 
     def _xgmi_hip(self) -> Rig:
-        return Rig("xgmi-hip", "xgmi", devices=_gpus())
+        return Rig("xgmi-hip", "xgmi", devices=_gpus("hip"))
 
     def emulated_hip(self) -> Path:
         """Build the emulated HIP runtime alone. Raises Missing."""
@@ -312,10 +312,11 @@ def _sources() -> str:
     return "".join(path.read_text() for path in sorted(hip_build.HERE.glob("*")) if path.is_file())
 
 
-def _gpus() -> tuple[int, int]:
-    from mori_mp.workers.engines import gpu_runtime
-
-    return (0, 1) if gpu_runtime.load().device_count() > 1 else (0, 0)
+def _gpus(kind: str) -> tuple[int, int]:
+    """Choose the sender's and the receiver's device: two where there are two."""
+    code = f"from mori_mp.workers.engines import gpu_runtime as g; print(g.load({kind!r}).device_count())"
+    count = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    return (0, 1) if int(count) > 1 else (0, 0)
 
 
 def _find_python310() -> Path:

@@ -54,7 +54,7 @@ def run(*arguments: object) -> Result:
 
 # -------------------------------------------------------------------------------- from documents to rows
 def sample(document: dict[str, Any] | None, at: float, error: str = "", serving: bool = True) -> Sample:
-    plan = PlanCard(control=None, workers=[], node=None, degraded=False, reasons=[])
+    plan = PlanCard(control=None, workers=["3"], node=None, degraded=False, reasons=[])
     card = Card(
         stage_id=1,
         role="receiver",
@@ -93,7 +93,7 @@ def told(published: int = 0, cpu_s: float = 0.0, **changes: Any) -> dict[str, An
                 "cpu_s": cpu_s,
                 "rss_bytes": 2**20,
                 "restarts": 3,
-                "asked_cpus": "3",
+                "asked_cpus": "2",
                 "cpus": "0-3",
                 "state": "sleeping",
                 "threads": 1,
@@ -301,7 +301,7 @@ def test_pin_apply_moves_the_children_and_says_so(
     (found,) = registry.live(runtime_base)
     assert found.card.plan.control == target
     (row,) = json.loads(run("top", "--json", "--interval", "0.1").output)["connectors"]
-    assert row["processes"][1]["cpus"] == target
+    assert (row["processes"][1]["asked_cpus"], row["processes"][1]["cpus"]) == (target, target)
 
 
 @pytest.mark.parametrize(

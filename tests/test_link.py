@@ -44,13 +44,18 @@ class Sender:
         return frames
 
     def hears(self, kind: type) -> Any:
-        """The next request, which must be of a kind."""
+        """The next request, which must be of a kind. Audits come at any time and are passed over."""
         request = wire.decode_request(self.frames()[-1])
+        while isinstance(request, wire.Audit) and kind is not wire.Audit:
+            request = wire.decode_request(self.frames()[-1])
         assert isinstance(request, kind), request
         return request
 
     def hears_nothing(self) -> None:
-        assert not self.socket.poll(50), wire.decode_request(self.frames()[-1])
+        """Nothing but audits."""
+        while self.socket.poll(50):
+            request = wire.decode_request(self.frames()[-1])
+            assert isinstance(request, wire.Audit), request
 
     def says(self, *notices: wire.Notice) -> None:
         for notice in notices:

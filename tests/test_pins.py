@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +11,12 @@ from typing import Any
 import pytest
 import sysfs_tree as trees
 import torch
+from connector_support import short_directory
 
+from mori_mp import heart
 from mori_mp.config import ConnectorConfig
 from mori_mp.pins import card_of, gpu_address, make_plan, reserved_cpus
+from mori_mp.shared import registry
 from mori_mp.shared.pinning import Plan
 from mori_mp.shared.topology import device_node, parse_cpulist, read_topology
 
@@ -121,6 +126,32 @@ def test_connectors_of_one_node_share_out_its_cores(
         assert {made.node for made in plans} == {2}
         topology = read_topology(nps4, nps4 / "proc")
         assert taken == topology.nodes[2]
+
+
+def test_connectors_that_start_at_one_moment_do_not_choose_the_same_cpus(
+    nps4: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each under the lock that heart takes, with its card written before the next one plans."""
+
+    def recorded(config: ConnectorConfig, *, taken: frozenset[int]) -> Plan:
+        return make_plan(config, taken=taken, env={}, sysfs_root=nps4, proc_root=nps4 / "proc", cpu=0)
+
+    monkeypatch.setattr(heart, "make_plan", recorded)
+    config = ConnectorConfig.from_dict({"device_name": "mlx5_3", "stage_id": 1})
+    with short_directory() as base, ThreadPoolExecutor(5) as pool:
+        folders = [base / f"{os.getpid()}-{number}" for number in range(5)]
+        for folder in folders:
+            folder.mkdir()
+        made = list(
+            pool.map(
+                lambda folder: heart._introduce(config, folder, engine="shm", endpoint="tcp://h:1")[1],
+                folders,
+            )
+        )
+        assert len(registry.live(base)) == 5
+        assert registry.taken_cpus(base) == frozenset[int]().union(*(plan.cpus for plan in made))
+    assert [len(plan.cpus) for plan in made] == [6] * 5
+    assert len(frozenset[int]().union(*(plan.cpus for plan in made))) == 30
 
 
 def test_when_the_others_have_everything_the_plan_says_so(nps4: Path) -> None:

@@ -345,7 +345,7 @@ class Broker:
         self._board.grant(entry.slot, entry.generation, session.pid)
         self.watch.add(session.pid)
         self.counters["lent"] += 1
-        self.meters.replying(entry.key, entry.generation, entry.size, since, since)
+        self.meters.lent(entry, since)
         self._done(identity, request.corr, "", "", entry)
 
     def _land(
@@ -407,8 +407,7 @@ class Broker:
             self.fault("write_failed", text, key=entry.key, peer=write.identity)
         else:
             self.counters["landed"] += 1
-            self.meters.wrote(entry.key, microseconds)
-            self.meters.replying(entry.key, entry.generation, entry.size, write.since, now)
+            self.meters.landed(entry, write.since, microseconds, now)
         self._answer(write.identity, write.corr, wire.FAILED if error else "", error, entry)
         self._apply(self.ledger.finish_write(write_id, not error), now)
 

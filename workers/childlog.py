@@ -28,10 +28,14 @@ class _JsonLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            text = self.format(record)
+        except Exception as exc:  # a mistake in a log call is no reason to end the process
+            text = f"log message {record.msg!r} does not format: {exc}"
+        try:
             loss = f"{self._lost} lines of log before this one were lost"
             if self._lost and self._write(logging.WARNING, __name__, loss):
                 self._lost = 0
-            if self._lost or not self._write(record.levelno, record.name, self.format(record)):
+            if self._lost or not self._write(record.levelno, record.name, text):
                 self._lost += 1
         except OSError:
             self.handleError(record)
@@ -80,7 +84,7 @@ class Relay:
             record = json.loads(line)
             name, level, text = str(record["logger"]), int(record["level"]), str(record["text"])
             child = str(record["child"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             name, level, text, child = "mori_mp.child", logging.WARNING, line, self._label
         self.last_lines = [*self.last_lines[-19:], text]
         logging.getLogger(name).log(level, "[%s] %s", child, text)

@@ -329,7 +329,7 @@ class ControlLoop:
                     raise
                 broker.unreachable(identity)
         broker.outbox.clear()
-        if broker.meters.owes:
+        if broker.meters.replies:
             broker.meters.sent(time.monotonic())
         self._send_freed()
         unwatched: set[int] = set()

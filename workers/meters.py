@@ -6,13 +6,16 @@ tuple until its answer has been sent: only then is the time of the reply known.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mori_mp.shared import families
 from mori_mp.shared.histogram import Edges, Histogram
 from mori_mp.shared.messages import Publish
 from mori_mp.shared.tracing import Tracer
 from mori_mp.shared.wire import edge_of
+
+if TYPE_CHECKING:
+    from mori_mp.workers.ledger_table import Entry
 
 
 class SenderEdge:
@@ -22,32 +25,24 @@ class SenderEdge:
         "failed_writes",
         "in_flight",
         "publish",
-        "published",
         "published_bytes",
+        "put",
         "reply",
         "size",
+        "tx",
         "write",
     )
 
     def __init__(self) -> None:
-        self.published = 0
         self.published_bytes = 0
         self.failed_writes = 0
+        self.put = Histogram()
         self.publish = Histogram()
         self.reply = Histogram()
         self.write = Histogram()
+        self.tx = families.counted(families.TX_SECONDS)
         self.size = families.counted(families.SIZE_BYTES)
         self.in_flight = families.counted(families.IN_FLIGHT_SECONDS)
-
-
-class _Reply(NamedTuple):
-    """A good answer that is about to be sent: when its pull came, and when the answer could be given."""
-
-    key: str
-    generation: int
-    size: int
-    since: float
-    began: float
 
 
 class SenderMeters:
@@ -57,25 +52,33 @@ class SenderMeters:
         self.edges: Edges[SenderEdge] = Edges(SenderEdge)
         self.export = export
         self.tracer = tracer
-        self._replies: list[_Reply] = []
+        self._more = export or tracer is not None
+        self.replies: list[tuple[Histogram, float]] = []
+        """Good answers that go out next: where their times are counted, and when their pulls came."""
+        self._spans: list[tuple[str, int, int, float]] = []  # of these: key, generation, bytes, since
 
     def published(self, message: Publish, now: float) -> None:
         """A publication that is no replay has been entered."""
-        edge = self.edges[edge_of(message.key)]
-        edge.published += 1
+        key = message.key
+        edge = self.edges[key[key.rfind("@") + 1 :]]
         edge.published_bytes += message.size
-        now_us = int(now * 1e6)
-        edge.publish.record(now_us - message.put_us)
+        publish, spent = edge.publish, int(now * 1e6) - message.put_us
+        publish.buckets[spent.bit_length()] += 1
+        publish.total += spent
+        put, took = edge.put, message.took_us
+        put.buckets[took.bit_length()] += 1
+        put.total += took
+        if self._more:
+            self._published(message, edge, now)
+
+    def _published(self, message: Publish, edge: SenderEdge, now: float) -> None:
         if self.export:
             edge.size.record(message.size)
+            edge.tx.record(message.took_us / 1e6)
         if self.tracer is not None:
+            generation, size = message.generation, message.size
             self.tracer.add(
-                "publish",
-                message.put_us * 1000,
-                now_us * 1000,
-                message.key,
-                generation=message.generation,
-                size=message.size,
+                "publish", message.put_us * 1000, _ns(now), message.key, generation=generation, size=size
             )
 
     def asked_for(self, key: str, published_at: float, now: float) -> None:
@@ -87,46 +90,43 @@ class SenderMeters:
         if self.tracer is not None:
             self.tracer.add("dispatch", _ns(since), _ns(now), key, generation=generation, write_id=write_id)
 
-    def wrote(self, key: str, microseconds: int) -> None:
-        """A landing write has ended well."""
-        self.edges[edge_of(key)].write.record(microseconds)
+    def lent(self, entry: Entry, since: float) -> None:
+        """The good answer to a pull that came at `since` goes out next: a lease."""
+        self.replies.append((self.edges[edge_of(entry.key)].reply, since))
+        if self.tracer is not None:
+            self._spans.append((entry.key, entry.generation, entry.size, since))
+
+    def landed(self, entry: Entry, since: float, microseconds: int, now: float) -> None:
+        """The same, for a landing write that took its worker so long."""
+        edge = self.edges[edge_of(entry.key)]
+        edge.write.record(microseconds)
+        self.replies.append((edge.reply, since))
+        if self.tracer is not None:
+            self._spans.append((entry.key, entry.generation, entry.size, now))
 
     def write_failed(self, key: str) -> None:
         """A landing write has ended badly."""
         self.edges[edge_of(key)].failed_writes += 1
 
-    def replying(self, key: str, generation: int, size: int, since: float, began: float) -> None:
-        """A good answer to a pull that came at `since` goes out next; it could be given at `began`."""
-        self._replies.append(_Reply(key, generation, size, since, began))
-
-    @property
-    def owes(self) -> bool:
-        """Whether sent() has anything to note."""
-        return bool(self._replies)
-
     def sent(self, now: float) -> None:
-        """Everything that was owed to receivers has been handed to their sockets."""
-        for reply in self._replies:
-            self.edges[edge_of(reply.key)].reply.record(int((now - reply.since) * 1e6))
-            if self.tracer is not None:
-                self.tracer.add(
-                    "reply",
-                    _ns(reply.began),
-                    _ns(now),
-                    reply.key,
-                    generation=reply.generation,
-                    size=reply.size,
-                )
-        self._replies.clear()
+        """The answers have been handed to their sockets."""
+        for reply, since in self.replies:
+            reply.record(int((now - since) * 1e6))
+        self.replies.clear()
+        if self.tracer is not None:
+            for key, generation, size, since in self._spans:
+                self.tracer.add("reply", _ns(since), _ns(now), key, generation=generation, size=size)
+            self._spans.clear()
 
     # -------------------------------------------------------------------------- reports
     def report(self) -> dict[str, Any]:
         """Describe every edge for the health document."""
         return {
             name: {
-                "published": edge.published,
+                "published": edge.publish.count,
                 "published_bytes": edge.published_bytes,
                 "failed_writes": edge.failed_writes,
+                "put": edge.put.as_dict(),
                 "publish": edge.publish.as_dict(),
                 "reply": edge.reply.as_dict(),
                 "write": edge.write.as_dict(),
@@ -140,7 +140,11 @@ class SenderMeters:
             return {}
         found = {}
         for name, edge in self.edges.items():
-            counts = {families.SIZE_BYTES: edge.size, families.IN_FLIGHT_SECONDS: edge.in_flight}
+            counts = {
+                families.SIZE_BYTES: edge.size,
+                families.TX_SECONDS: edge.tx,
+                families.IN_FLIGHT_SECONDS: edge.in_flight,
+            }
             found[name] = {family: count.as_dict() for family, count in counts.items() if any(count.buckets)}
         return found
 

@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mori_mp_payloads_ended": ("counter", "Published payloads that ended, by how.", ("cause",)),
     "mori_mp_faults": ("counter", "What went wrong, by cause.", ("cause",)),
     "mori_mp_log_lines_suppressed": ("counter", "Fault lines that the log's rate limit held back.", ()),
-    "mori_mp_put_seconds": ("histogram", "put() from call to return.", ("edge",)),
+    "mori_mp_put_seconds": ("histogram", "put(): allocating, encoding, copying.", ("edge",)),
     "mori_mp_put_to_publish_seconds": ("histogram", "put() to its entry in the control process.", ("edge",)),
     "mori_mp_pull_reply_seconds": ("histogram", "Arrival of a pull to its good answer.", ("edge",)),
     "mori_mp_write_seconds": ("histogram", "A worker's write, from job to end.", ("edge",)),

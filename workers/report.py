@@ -31,8 +31,8 @@ _LEAST_KEYS = (
     "stage_id",
     "engine",
 )
-_SEND_TIMES = ("publish", "reply", "write")
-_STAGE_TIMES = ("put", "get", "fetch")
+_SEND_TIMES = ("put", "publish", "reply", "write")
+_GET_TIMES = ("get", "fetch")
 _EMPTY: dict[str, Any] = {"count": 0, "sum_us": 0, "buckets": []}
 
 
@@ -135,9 +135,8 @@ def _edges(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
             **{name: sent.get(name, 0) for name in ("published", "published_bytes", "failed_writes")},
             **{name: got.get(name, 0) for name in ("received", "received_bytes")},
             "latency_us": {
-                **{name: got.get(name, _EMPTY) for name in _STAGE_TIMES[:1]},
                 **{name: sent.get(name, _EMPTY) for name in _SEND_TIMES},
-                **{name: got.get(name, _EMPTY) for name in _STAGE_TIMES[1:]},
+                **{name: got.get(name, _EMPTY) for name in _GET_TIMES},
             },
         }
     return joined

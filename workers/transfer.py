@@ -170,6 +170,9 @@ class TransferWorker:
         except MoriMPError as exc:
             logger.error("receiver memory cannot be registered: %s", exc)
             self._refused_peers[message.peer] = str(exc)
+        except Exception as exc:  # a peer may send anything: what a backend makes of it must not end us
+            logger.exception("receiver memory cannot be registered")
+            self._refused_peers[message.peer] = f"{type(exc).__name__}: {exc}"
 
     def _submit(self, engine: Engine, job: Job) -> None:
         started = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""The parts engines are made of: the GPU runtime by itself, watching a peer's process, waiting before starting."""
+"""The parts of engines: the GPU runtime by itself, watching a process, waiting before the start of a write."""
 
 from __future__ import annotations
 
