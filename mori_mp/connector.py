@@ -32,10 +32,11 @@ from mori_mp.backend import choose
 from mori_mp.config import ConnectorConfig
 from mori_mp.endpoint import check_bindable, resolve_host
 from mori_mp.health import StageHealth
+from mori_mp.intake import Timeouts
 from mori_mp.link import Us
 from mori_mp.meters import StageMeters
 from mori_mp.publisher import Publisher
-from mori_mp.receiver import Receiver, Timeouts, Wanted
+from mori_mp.receiver import Receiver
 from mori_mp.shared.errors import ConnectorClosed, MoriMPError, PoolExhausted, SenderUnknown, StartupError
 from mori_mp.shared.faults import Faults
 from mori_mp.shared.files import expand
@@ -44,6 +45,7 @@ from mori_mp.shared.procinfo import startup_line
 from mori_mp.shared.tracing import TraceFile
 from mori_mp.shared.wire import edge_name, internal_key
 from mori_mp.slots import PoolSlots
+from mori_mp.wanted import Wanted
 from mori_mp.workers import engines
 
 logger = logging.getLogger(__name__)

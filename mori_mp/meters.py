@@ -15,7 +15,7 @@ from mori_mp.shared.histogram import Edges, Histogram
 from mori_mp.shared.tracing import Tracer
 
 if TYPE_CHECKING:
-    from mori_mp.receiver import Wanted
+    from mori_mp.wanted import Wanted
 
 
 class StageEdge:

@@ -14,25 +14,22 @@ end of that write, or is known to be gone with all its processes. What arrives l
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from mori_mp import codec
+from mori_mp.intake import Delivery, Intake, Late, Timeouts, standalone
 from mori_mp.link import Link, Peer, Us
-from mori_mp.managed import ManagedBuffer
 from mori_mp.meters import StageMeters
+from mori_mp.receiver_v1 import V1Receiver
 from mori_mp.shared import wire
-from mori_mp.shared.errors import CorruptPayload, EngineUnavailable, PoolExhausted, WireError
+from mori_mp.shared.errors import EngineUnavailable, WireError
 from mori_mp.shared.faults import Faults
 from mori_mp.slots import PoolSlots
 from mori_mp.switchboard import Switchboard
+from mori_mp.wanted import Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -42,43 +39,8 @@ NOTICE_GRACE_SECONDS = 0.02
 """A Ready notice overtakes a pull of our own; with complete metadata we give it this long to arrive."""
 
 
-class Wanted(NamedTuple):
-    """One get(): internal key, edge, sender endpoint, and the size in bytes if the metadata has it."""
-
-    key: str
-    edge: str
-    host: str
-    port: int
-    size: int
-    fast_path: bool
-
-
-class Timeouts(NamedTuple):
-    """Seconds; a transfer gets 5 more for each 100 MB. late: how long what comes late is kept."""
-
-    transfer: float
-    query: float
-    late: float
-
-
-class _Delivery(NamedTuple):
-    """A delivered payload: its bytes, and the buffer that holds them (None: nothing to release)."""
-
-    view: memoryview
-    buffer: ManagedBuffer | None
-
-
-class _Late(NamedTuple):
-    """A delivery that came after its get() had given up; since is monotonic seconds."""
-
-    delivery: _Delivery
-    fast_path: bool
-    how: str
-    since: float
-
-
 class Receiver:
-    """See the module's docstring. Thread-safe. slots is None until the connector has a pool."""
+    """See the module's docstring. Thread-safe."""
 
     def __init__(
         self,
@@ -93,18 +55,14 @@ class Receiver:
         self._us = us
         self._meters = meters
         self._faults = faults
-        self._quarantine: dict[int, tuple[Link, int]] = {}  # offset of a landing slot -> sender, bytes
-        self._slots = slots
-        self._pool_tensor = torch.frombuffer(slots.pool.view, dtype=torch.uint8)
-        self._timeouts = timeouts
         self._lease = lease
-        self._decode_view = decode_view
         self._board = Switchboard()
+        self._intake = Intake(slots, self._board, timeouts, decode_view, faults, self._on_change)
+        self._v1 = V1Receiver(us, self._board, self._intake, meters)
         self._links: dict[tuple[str, int], Link] = {}
         self._links_lock = threading.Lock()
         self._generation = 0
-        self._late: dict[str, _Late] = {}
-        self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self.counters = self._intake.counters
 
     # ---------------------------------------------------------------------------- links
     def link(self, host: str, port: int, edge: str) -> Link:
@@ -154,9 +112,9 @@ class Receiver:
         return found
 
     def _get(self, wanted: Wanted, deadline: float | None) -> tuple[Any, int] | None:
-        if self._late:
-            self._drop_late(time.monotonic() - self._timeouts.late)
-            late = self._take_late(wanted.key)
+        if self._intake.any_late:
+            self._intake.drop_late()
+            late = self._intake.take_late(wanted.key)
             if late is not None:
                 return late
         link = self.link(wanted.host, wanted.port, wanted.edge)
@@ -164,7 +122,7 @@ class Receiver:
             return None
         while True:
             if link.is_v1():
-                return self._get_v1(link, wanted, deadline)
+                return self._v1.get(link, wanted, deadline)
             ready = self._find(link, wanted, deadline)
             if ready is _LATE:
                 return self._get(wanted, deadline)
@@ -172,10 +130,12 @@ class Receiver:
                 continue
             if ready is None:
                 if not wanted.size:
-                    self.counters["misses"] += 1
+                    self._intake.counters["misses"] += 1
                     return None
                 if deadline is not None:  # it is over: a pull now would be given up as soon as it is sent
-                    self._count_timeout(wanted, link, f"its {wanted.size} bytes were not announced in time")
+                    self._intake.count_timeout(
+                        wanted.key, link, f"its {wanted.size} bytes were not announced in time"
+                    )
                     return None
                 ready = wire.Ready(wanted.key, 0, wanted.size, wanted.fast_path, _NOTHING)
             elif not link.mailbox.take(ready):
@@ -201,7 +161,7 @@ class Receiver:
             if link.greeted and not wanted.size:
                 deadline = now
             else:
-                deadline = now + (self._timeouts.query if wanted.size else FIRST_CONTACT_SECONDS)
+                deadline = now + (self._intake.timeouts.query if wanted.size else FIRST_CONTACT_SECONDS)
         link.greeted = True
         while link.await_peer(min(deadline, time.monotonic() + 1.0)) is Peer.UNKNOWN:
             if self._board.closed:
@@ -209,8 +169,8 @@ class Receiver:
             link.audit(time.monotonic())
             if time.monotonic() >= deadline:
                 if wanted.size:
-                    self._count_timeout(wanted, link, "the sender has not answered at all")
-                self.counters["unreached"] += 1
+                    self._intake.count_timeout(wanted.key, link, "the sender has not answered at all")
+                self._intake.counters["unreached"] += 1
                 text = "the sender has not been reached yet"
                 self._faults.report(
                     logger, "sender_unreached", text, edge=wanted.edge, peer=link.address, level=logging.INFO
@@ -238,7 +198,7 @@ class Receiver:
             link.audit(time.monotonic())
 
     def _announced(self, link: Link, key: str) -> wire.Ready | None:
-        return _LATE if key in self._late else link.mailbox.get(key)
+        return _LATE if self._intake.has_late(key) else link.mailbox.get(key)
 
     def _fetch(
         self, link: Link, wanted: Wanted, ready: wire.Ready, deadline: float | None
@@ -246,9 +206,9 @@ class Receiver:
         if len(ready.data):
             if not link.mailbox.mark_taken(ready.generation):
                 return None  # a call that did not wait for the notice has fetched it
-            delivery = _standalone(ready.data) if ready.fast_path else _Delivery(ready.data, None)
+            delivery = standalone(ready.data) if ready.fast_path else Delivery(ready.data, None)
             try:
-                return self._finish(wanted.key, ready.fast_path, delivery, "eager")
+                return self._intake.finish(wanted.key, ready.fast_path, delivery, "eager")
             finally:
                 link.settle(consumed=ready.generation)
         if ready.offset >= 0 and self._lease and link.can_lease:
@@ -257,7 +217,7 @@ class Receiver:
                 return offered  # else it has gone meanwhile; the sender knows
         wait_until = deadline
         if deadline is None:
-            deadline = time.monotonic() + self._transfer_seconds(ready.size)
+            deadline = time.monotonic() + self._intake.transfer_seconds(ready.size)
         if self._lease and link.can_lease:
             return self._fetch_lease(link, ready, deadline)
         return self._fetch_landing(link, ready, deadline, wait_until)
@@ -270,7 +230,7 @@ class Receiver:
                 ready.offset, ready.size, generation, lambda: link.settle(consumed=generation)
             )
         except (EngineUnavailable, WireError) as exc:
-            self._fault("get_failed", f"an offer cannot be read: {exc}", ready.key, link)
+            self._intake.fault("get_failed", f"an offer cannot be read: {exc}", ready.key, link)
             return None
         if buffer is None:
             return None
@@ -278,7 +238,7 @@ class Receiver:
             buffer.release()
             return None
         view = lent.view(ready.offset, ready.size)
-        return self._finish(ready.key, ready.fast_path, _Delivery(view, buffer), "lease")
+        return self._intake.finish(ready.key, ready.fast_path, Delivery(view, buffer), "lease")
 
     def _pull(self, link: Link, request: wire.Pull, ready: wire.Ready, deadline: float) -> wire.Done | None:
         tracer = self._meters.tracer
@@ -305,7 +265,9 @@ class Receiver:
                 if done is not None and not done.status:
                     delivery = self._leased(link, ready.key, done)
                     if delivery is not None:
-                        self._keep_late(ready.key, _Late(delivery, done.fast_path, "lease", time.monotonic()))
+                        self._intake.keep_late(
+                            ready.key, Late(delivery, done.fast_path, "lease", time.monotonic())
+                        )
 
             self._gave_up(link, ready)
             link.abandon(request, on_late)
@@ -315,10 +277,10 @@ class Receiver:
             return None
         delivery = self._leased(link, ready.key, done)
         if delivery is None:
-            return self._take_late(ready.key)  # it may have been granted to a get() that had given up
-        return self._finish(ready.key, done.fast_path, delivery, "lease")
+            return self._intake.take_late(ready.key)  # it may have been granted to a get() that had given up
+        return self._intake.finish(ready.key, done.fast_path, delivery, "lease")
 
-    def _leased(self, link: Link, key: str, done: wire.Done) -> _Delivery | None:
+    def _leased(self, link: Link, key: str, done: wire.Done) -> Delivery | None:
         """Take over a lease that the sender has granted; None if another call has the payload."""
         generation = done.generation
         try:
@@ -326,20 +288,20 @@ class Receiver:
             buffer = lent.lease(done.offset, done.size, generation, lambda: link.settle(released=generation))
         except (EngineUnavailable, WireError) as exc:
             link.settle(released=generation)
-            self.counters["errors"] += 1
-            self._fault("get_failed", f"a lease cannot be read: {exc}", key, link)
+            self._intake.counters["errors"] += 1
+            self._intake.fault("get_failed", f"a lease cannot be read: {exc}", key, link)
             return None
         if buffer is None:
             return None
         if not link.mailbox.mark_taken(generation):
             buffer.release()  # it came in a notice, to another call
             return None
-        return _Delivery(lent.view(done.offset, done.size), buffer)
+        return Delivery(lent.view(done.offset, done.size), buffer)
 
     def _fetch_landing(
         self, link: Link, ready: wire.Ready, deadline: float, wait_until: float | None
     ) -> tuple[Any, int] | None:
-        offset = self._slot(ready.key, ready.size, wait_until)
+        offset = self._intake.slot(ready.key, ready.size, wait_until)
         if offset is None:
             if ready.generation:
                 link.mailbox.put_back(ready)
@@ -347,186 +309,49 @@ class Receiver:
         request = link.new_pull(ready.key, ready.size, offset, False)
         done = self._pull(link, request, ready, deadline)
         if done is None:
-            self.counters["quarantined"] += 1
-            self._quarantine[offset] = link, ready.size
+            self._intake.quarantine(offset, ready.size, link)
 
             def on_late(done: wire.Done | None) -> None:
-                self._quarantine.pop(offset, None)
+                self._intake.end_quarantine(offset)
                 if done is None or done.status or not link.mailbox.mark_taken(done.generation):
-                    self._slots.give_back(offset)
+                    self._intake.give_back(offset)
                     return
-                delivery = self._landed(offset, ready.size)
-                self._keep_late(ready.key, _Late(delivery, done.fast_path, "landing", time.monotonic()))
+                delivery = self._intake.landed(offset, ready.size)
+                self._intake.keep_late(ready.key, Late(delivery, done.fast_path, "landing", time.monotonic()))
 
             self._gave_up(link, ready)
             link.abandon(request, on_late)
             return None
         if done.status:
-            self._slots.give_back(offset)
+            self._intake.give_back(offset)
             self._refused(link, ready, done)
             return None
         if not link.mailbox.mark_taken(done.generation):
-            self._slots.give_back(offset)
-            return self._take_late(ready.key)  # another call has it, or a get() that had given up
-        return self._finish(ready.key, done.fast_path, self._landed(offset, ready.size), "landing")
-
-    # ------------------------------------------------------------------------------ v1
-    def _get_v1(self, link: Link, wanted: Wanted, deadline: float | None) -> tuple[Any, int] | None:
-        link.audit(time.monotonic())  # ends writes that a v2 predecessor has left behind
-        size, fast_path = wanted.size, wanted.fast_path
-        while not size:
-            found = self._query_v1(link, wanted.key, deadline)
-            if found is not None:
-                size, fast_path = found.data_size, found.is_fast_path
-                break
-            self.counters["misses"] += 1
-            if deadline is None or time.monotonic() >= deadline or self._board.closed:
-                return None
-            # A v1 sender sends no notices: asking again is all there is.
-            self._board.wait(lambda: None, min(deadline, time.monotonic() + _V1_POLL_SECONDS))
-        offset = self._slot(wanted.key, size, deadline)
-        if offset is None:
-            return None
-        us = self._us
-        pull = wire.PullRequest(wanted.key, us.engine_desc, us.mem_desc, offset, size)
-        if deadline is None:
-            deadline = time.monotonic() + self._transfer_seconds(size)
-        ended: list[bool] = []
-
-        def on_late_end() -> None:
-            ended.append(True)
-            self._quarantine.pop(offset, None)
-            self._slots.give_back(offset)
-
-        known_ns = time.monotonic_ns()
-        reply = link.v1.ask(wire.encode_v1(pull), deadline, on_late_end)
-        if reply is None:
-            self.counters["quarantined"] += 1
-            self._quarantine[offset] = link, size
-            if ended:
-                self._quarantine.pop(offset, None)
-            self._count_timeout(wanted, link, f"the transfer of {size} bytes did not end in time")
-            return None
-        if reply != wire.TRANS_DONE:
-            self._slots.give_back(offset)
-            self.counters["errors"] += 1
-            text = f"the sender refused or failed the transfer ({reply!r})"
-            self._fault("get_refused", text, wanted.key, link)
-            return None
-        found_there = self._finish(wanted.key, fast_path, self._landed(offset, size), "landing")
-        self._meters.fetched(wanted, known_ns, size, 0, "")
-        return found_there
-
-    def _query_v1(self, link: Link, key: str, deadline: float | None) -> wire.QueryResponse | None:
-        until = time.monotonic() + self._timeouts.query
-        if deadline is not None:
-            until = min(until, deadline)
-        reply = link.v1.ask(wire.encode_v1(wire.QueryRequest(key)), until)
-        if reply is None or reply == wire.INFO_NOT_FOUND:
-            return None
-        try:
-            return wire.decode_query_response(reply)
-        except WireError as exc:
-            self.counters["errors"] += 1
-            self._fault("get_failed", f"a query's answer makes no sense: {exc}", key, link)
-            return None
+            self._intake.give_back(offset)
+            return self._intake.take_late(ready.key)  # another call has it, or a get() that had given up
+        return self._intake.finish(
+            ready.key, done.fast_path, self._intake.landed(offset, ready.size), "landing"
+        )
 
     # ------------------------------------------------------------------------- outcomes
-    def _take_late(self, key: str) -> tuple[Any, int] | None:
-        late = self._late.pop(key, None)
-        return None if late is None else self._finish(key, late.fast_path, late.delivery, late.how)
-
-    def _keep_late(self, key: str, late: _Late) -> None:
-        """Keep a payload that came after its get() had given up: for the sender it is delivered.
-
-        The next get() finds it. One that nobody asks for again goes after a while.
-        """
-        self.counters["late"] += 1
-        self._late[key] = late
-        self._on_change()
-
-    def _drop_late(self, before: float) -> None:
-        """Let go of the payloads that came late, before a time (monotonic seconds)."""
-        for key, late in list(self._late.items()):
-            if late.since <= before:
-                self._late.pop(key, None)
-
-    def _slot(self, key: str, size: int, deadline: float | None) -> int | None:
-        """Find a slot to land in; one that is let go of until deadline is waited for."""
-        try:
-            return self._slots.alloc(size)
-        except PoolExhausted as full:
-            exhausted = full
-        self._drop_late(time.monotonic())  # rather these than the payload that is asked for
-        told = False
-        while True:
-            try:
-                return self._slots.alloc(size)
-            except PoolExhausted:
-                pass
-            if not told:
-                told = True
-                self.counters["pool_exhausted"] += 1
-                text = f"get of {key!r}: no slot to land in: {exhausted}"
-                self._faults.report(logger, "pool_exhausted", text, key=key)
-            now = time.monotonic()
-            if deadline is None or now >= deadline or self._board.closed or size > self._slots.pool.size:
-                return None
-            # Buffers are let go of by our own stage, in finalizers too, and nothing tells of it.
-            self._board.wait(lambda: None, min(deadline, now + _LOOK_AGAIN_SECONDS))
-
-    def _landed(self, offset: int, size: int) -> _Delivery:
-        buffer = ManagedBuffer(self._pool_tensor, offset, size, lambda: self._slots.give_back(offset))
-        return _Delivery(self._slots.pool.view[offset : offset + size], buffer)
-
-    def _finish(self, key: str, fast_path: bool, delivery: _Delivery, how: str) -> tuple[Any, int]:
-        """Hand out a delivered payload: raw as its buffer, anything else decoded."""
-        size = len(delivery.view)
-        self.counters[how] += 1
-        self.counters["gets"] += 1
-        self.counters["bytes"] += size
-        if fast_path:
-            return delivery.buffer, size
-        try:
-            if self._decode_view and delivery.buffer is not None:
-                return codec.decode(_held_view(delivery.view, delivery.buffer), copy=False), size
-            try:
-                return codec.decode(delivery.view, copy=True), size
-            finally:
-                if delivery.buffer is not None:
-                    delivery.buffer.release()
-        except CorruptPayload as exc:
-            self.counters["corrupt"] += 1
-            text = f"payload {key!r} ({size} bytes, {how}) does not decode: {exc}"
-            self._faults.report(logger, "corrupt", text, key=key)
-            raise CorruptPayload(text) from exc
-
     def _refused(self, link: Link, ready: wire.Ready, done: wire.Done) -> None:
         if done.status == wire.NOT_FOUND:
-            self.counters["misses"] += 1
+            self._intake.counters["misses"] += 1
             logger.debug("get of %r: %s", ready.key, done.message)
             return
-        self.counters["refused"] += 1
-        self._fault("get_refused", f"the sender answers {done.status}: {done.message}", ready.key, link)
+        self._intake.counters["refused"] += 1
+        self._intake.fault(
+            "get_refused", f"the sender answers {done.status}: {done.message}", ready.key, link
+        )
         if done.status in (wire.BUSY, wire.FAILED) and ready.generation:
             link.mailbox.put_back(ready)  # the sender keeps it for another try
 
     def _gave_up(self, link: Link, ready: wire.Ready) -> None:
-        self.counters["timeouts"] += 1
+        self._intake.counters["timeouts"] += 1
         text = f"the sender did not answer a pull of {ready.size} bytes in time"
-        self._fault("get_timeout", text, ready.key, link)
+        self._intake.fault("get_timeout", text, ready.key, link)
         if ready.generation:
             link.mailbox.put_back(ready)
-
-    def _count_timeout(self, wanted: Wanted, link: Link, what: str) -> None:
-        self.counters["timeouts"] += 1
-        self._fault("get_timeout", what, wanted.key, link)
-
-    def _fault(self, cause: str, text: str, key: str, link: Link) -> None:
-        self._faults.report(logger, cause, f"get of {key!r}: {text}", key=key, peer=link.address)
-
-    def _transfer_seconds(self, size: int) -> float:
-        return self._timeouts.transfer + 5.0 * (size // 100_000_000)
 
     def forget(self, key: str) -> None:
         """Do not ask for a key any more, on whichever edge; what came late is dropped."""
@@ -534,13 +359,13 @@ class Receiver:
             for edge in link.edges:
                 internal = f"{key}@{edge}"
                 link.mailbox.forget(internal)
-                self._late.pop(internal, None)
+                self._intake.forget_late(internal)
 
     def report(self) -> Mapping[str, Any]:
         """Describe the state for health()."""
-        links, quarantine = list(self._links.values()), list(self._quarantine.values())
+        links = list(self._links.values())
         self._board.pump()
-        self._drop_late(time.monotonic() - self._timeouts.late)
+        self._intake.drop_late()
         return {
             "counters": dict(self.counters),
             "senders": [
@@ -550,7 +375,7 @@ class Receiver:
                     "lease": link.can_lease,
                     "ready": len(link.mailbox),
                     "quarantined": link.quarantined + link.v1.quarantined,
-                    "quarantined_bytes": sum(size for held, size in quarantine if held is link),
+                    "quarantined_bytes": self._intake.quarantined_bytes(link),
                 }
                 for link in links
             ],
@@ -559,50 +384,14 @@ class Receiver:
     def close(self) -> None:
         """Let go of every socket and of other stages' pools. A get() that waits returns None."""
         self._board.close()
-        self._late.clear()
+        self._intake.close()
         for link in self._links.values():
             link.close()
 
     def let_go_of_pool(self) -> None:
         """Drop our view of the connector's own pool; no get() is or will be under way."""
-        del self._pool_tensor
-
-
-def _standalone(data: memoryview) -> _Delivery:
-    """Wrap bytes that came inside a notice in memory of their own."""
-    copy = bytearray(data)
-    view = memoryview(copy)
-    return _Delivery(view, ManagedBuffer(torch.frombuffer(copy, dtype=torch.uint8), 0, len(copy), _no_slot))
-
-
-def _held_view(view: memoryview, buffer: ManagedBuffer) -> memoryview:
-    """Return a view whose last sub-view, in whichever tensor, releases the buffer when it dies."""
-    exporter = (ctypes.c_ubyte * len(view)).from_buffer(view)
-    weakref.finalize(exporter, buffer.release).atexit = False
-    return memoryview(exporter).cast("B")
-
-
-def _no_slot() -> None:
-    """The buffer owns its memory; there is no slot to give back."""
+        self._intake.let_go_of_pool()
 
 
 _NOTHING = memoryview(b"")
 _LATE = wire.Ready("", 0, 0, False, _NOTHING)  # stands for: look among the late deliveries
-_V1_POLL_SECONDS = 0.002
-_LOOK_AGAIN_SECONDS = 0.01
-_COUNTERS = (
-    "gets",
-    "bytes",
-    "eager",
-    "lease",
-    "landing",
-    "misses",
-    "unreached",
-    "timeouts",
-    "refused",
-    "errors",
-    "corrupt",
-    "pool_exhausted",
-    "quarantined",
-    "late",
-)

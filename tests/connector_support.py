@@ -211,10 +211,11 @@ def assert_whole(*connectors: MoriTransferEngineConnector, seconds: float = 5.0)
         )
 
     try:
-        eventually(lambda: all([whole(connector) for connector in connectors]), "pools whole again", seconds)
+        # All of them each time: what one of them takes in may be what another one waits for.
+        eventually(lambda: sum(map(whole, connectors)) == len(connectors), "pools whole again", seconds)
     except AssertionError:
         stories = [
-            f"stage {connector.stage_id}: published {[(m.key, m.size) for m in connector.publisher.replay()]}, "
+            f"stage {connector.stage_id}: published {[m.key for m in connector.publisher.replay()]}, "
             f"slots {connector.slots.stats()}, receiver {connector.receiver.report()}, "
             f"sender {connector.health().get('sender')}"
             for connector in connectors

@@ -400,6 +400,7 @@ PROPERTIES = {
 
 def run(name: str, pipe: Connection) -> None:
     """Entry point of a process: check one property and send "" or what it failed with."""
+    torch.set_num_threads(1)
     try:
         PROPERTIES[name]()
     except Exception:

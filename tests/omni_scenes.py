@@ -6,6 +6,7 @@ the stages of one test in step; "ended" tells which child processes a stage has 
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -37,6 +38,8 @@ def enter(scene: str, plan: Plan, pipe: Connection) -> None:
     """Entry point of a stage process."""
     os.environ.update(plan.get("env", {}))
     torch.set_num_threads(1)
+    if "stand_in" in plan:
+        _use_stand_in(**plan["stand_in"])
     from vllm_omni.plugins import load_omni_general_plugins
 
     load_omni_general_plugins()
@@ -48,6 +51,14 @@ def enter(scene: str, plan: Plan, pipe: Connection) -> None:
     # A listener that was still starting when its connector was closed ends a little later.
     _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=5)
     pipe.send(("ended", [str(child) for child in left]))
+
+
+def _use_stand_in(path: str, pin: str) -> None:
+    """Let the in-tree class run without Mori and a GPU: a package `mori`, its function for pinned memory."""
+    sys.path.insert(0, path)
+    sys.modules.pop("vllm_omni.distributed.omni_connectors.connectors.mori_transfer_engine_connector", None)
+    module, _, function = pin.partition(":")
+    torch.Tensor.pin_memory = getattr(importlib.import_module(module), function)
 
 
 # ------------------------------------------------------------------------------------ streamed chunks

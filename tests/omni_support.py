@@ -45,17 +45,21 @@ class Stage:
         self._process.start()
         theirs.close()
 
-    def expect(self, what: str, seconds: float = STAGE_SECONDS) -> Any:
-        """Return what the stage says next, which must be this."""
-        assert self._pipe.poll(seconds), f"stage {self.plan.get('stage')}: no {what!r} within {seconds} s"
+    def says(self, seconds: float = STAGE_SECONDS) -> tuple[str, Any]:
+        """Return what the stage says next, a word and what belongs to it; "silent" or "died" if nothing."""
+        if not self._pipe.poll(seconds):
+            return "silent", f"for {seconds} s"
         try:
-            kind, value = self._pipe.recv()
+            word, value = self._pipe.recv()
         except EOFError:
             self._process.join(5)
-            raise AssertionError(
-                f"stage {self.plan.get('stage')} died before {what!r}, exit code {self._process.exitcode}"
-            ) from None
-        assert kind == what, f"stage {self.plan.get('stage')}: {kind} ({value}) instead of {what!r}"
+            return "died", f"exit code {self._process.exitcode}"
+        return word, value
+
+    def expect(self, what: str, seconds: float = STAGE_SECONDS) -> Any:
+        """Return what belongs to the next word of the stage, which must be this one."""
+        word, value = self.says(seconds)
+        assert word == what, f"stage {self.plan.get('stage')}: {word} ({value}) instead of {what!r}"
         return value
 
     def answer(self) -> None:

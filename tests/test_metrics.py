@@ -235,3 +235,12 @@ def test_panels_do_not_overlap() -> None:
         assert not cells & taken, panel["title"]
         assert max(x for x, _ in cells) < 24
         taken |= cells
+
+
+# -------------------------------------------------------------------------------- page
+def test_the_page_on_metrics_names_every_family_and_no_other() -> None:
+    page = (DASHBOARD.parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(mori_mp_\w+)`", page))
+    suffix = {"counter": "_total", "gauge": "", "histogram": ""}
+    assert named == {name + suffix[kind] for name, (kind, _, _) in metrics.FAMILIES.items()}
+    assert set(omni.BOUNDS) <= set(re.findall(r"`(vllm_omni:\w+)`", page))

@@ -94,6 +94,12 @@ def healthy_after(connector: MoriTransferEngineConnector, cause: str) -> dict[st
     return eventually(good, f"healthy after {cause}") or {}
 
 
+def degraded(path: Path) -> dict[str, Any] | None:
+    """The document at a health.sock, if it tells that something is wrong."""
+    document = registry.read_health(path, 5.0)
+    return document if document["status"] == "degraded" else None
+
+
 def move(pair: Pair, key: str = KEY, size: int = 100_000) -> None:
     pair.put(key, pattern(size))
     assert pair.wait_bytes(key) == pattern(size)
@@ -212,7 +218,7 @@ def test_a_stopped_stage_is_marked_by_its_control_process(
     assert (document["status"], document["puts"]) == ("healthy", 1)
     control = process(document, "control")["pid"]
     with stopped(stage.pid):
-        document = registry.read_health(found.health_socket, 5.0)
+        document = eventually(lambda: degraded(found.health_socket), "noticed")
         os.kill(control, signal.SIGUSR1)
         written = eventually(lambda: dumped(tmp_path / "dump-3.json", "signal"), "dump")
     for told_now in (document, written):

@@ -6,7 +6,10 @@ code, and the other way round.
 
 from __future__ import annotations
 
+import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -193,3 +196,17 @@ class V2Client:
     def close(self) -> None:
         self.socket.close()
         self._context.term()
+
+
+@contextmanager
+def endless_message(port: int, nbytes: int) -> Iterator[socket.socket]:
+    """Send so many bytes in frames of one ZMQ message that never ends, over a socket that stays open."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
+        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+        connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        size = 60_000
+        frame = b"\x03" + size.to_bytes(8, "big") + bytes(size)  # flags: long, and more to come
+        for _ in range(nbytes // size):
+            connection.sendall(frame)
+        yield connection

@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from mori_mp.shared import messages, wire
+from mori_mp.shared import messages
 from mori_mp.shared.affinity import pin_self
 from mori_mp.shared.claims import Claims
 from mori_mp.shared.errors import MoriMPError
@@ -46,6 +46,7 @@ from mori_mp.workers import childlog
 from mori_mp.workers.boot import LIFELINE_FD
 from mori_mp.workers.broker import Broker, Identity, Limits
 from mori_mp.workers.crew import Crew, ProcessLauncher, WorkerLauncher
+from mori_mp.workers.front import Front
 from mori_mp.workers.lanes import Lanes
 from mori_mp.workers.observer import Observer
 from mori_mp.workers.report import Child, worker_child
@@ -116,16 +117,16 @@ class ControlLoop:
         self._running = True
         self._orphaned = False
         self._started_at = time.monotonic()
-        self._port = 0
+        threaded = setup.jobs_endpoint.startswith("inproc:")
+        self._front = Front(context, setup.host, guarded=not threaded)
 
     # --------------------------------------------------------------------------- life
     def run(self) -> None:
         """Serve until the stage says so or is gone."""
-        router = self._context.socket(zmq.ROUTER)
         jobs = self._context.socket(zmq.ROUTER)
         try:
             try:
-                self._open(router, jobs)
+                self._open(jobs)
             except (zmq.ZMQError, MoriMPError, OSError) as exc:
                 self._tell_stage(messages.Failed(self._explain(exc)))
                 return
@@ -141,6 +142,10 @@ class ControlLoop:
                     self._broker.tick(now)
                     self._crew.check_overdue(now)
                     self.observer.housekeep(now)
+                    if self._front.must_replace():
+                        self._off(self._front.socket)
+                        self._front.replace()
+                        self._on(self._front.socket, self._from_receivers)
                 self._carry_out(now)
         finally:
             if self._orphaned:
@@ -152,27 +157,18 @@ class ControlLoop:
             self.observer.close()
             if self._lanes is not None:
                 self._lanes.close()
-            router.close(_LINGER_MS)
+            self._front.close(_LINGER_MS)
             jobs.close(_LINGER_MS)
             self._hot.close()
             self._admin.close()
 
-    def _open(self, router: zmq.Socket[bytes], jobs: zmq.Socket[bytes]) -> None:
+    def _open(self, jobs: zmq.Socket[bytes]) -> None:
         setup = self._setup
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
-        router.setsockopt(zmq.SNDHWM, 10_000)
-        if ":" in setup.host:
-            router.setsockopt(zmq.IPV6, 1)
-        if setup.port:
-            router.bind(f"tcp://{_bracketed(setup.host)}:{setup.port}")
-            self._port = setup.port
-        else:
-            self._port = router.bind_to_random_port(f"tcp://{_bracketed(setup.host)}")
+        self._front.bind(setup.port)
         jobs.setsockopt(zmq.ROUTER_MANDATORY, 1)
         jobs.bind(setup.jobs_endpoint)
-        self._router, self._jobs = router, jobs
-        self._on(router, self._from_receivers)
+        self._jobs = jobs
+        self._on(self._front.socket, self._from_receivers)
         self._on(jobs, self._from_workers)
         self._on(self._hot.fileno(), self._from_stage)
         self._on(self._admin.fileno(), self._from_admin)
@@ -233,7 +229,7 @@ class ControlLoop:
         now = time.monotonic()
         for _ in range(_DRAIN):
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
+                frames = self._front.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if 2 <= len(frames) <= 3 and not is_lane(frames[0]):  # a ZMQ client chooses its own identity
@@ -291,7 +287,7 @@ class ControlLoop:
                 )
             elif isinstance(message, messages.WorkerReady):
                 if self._crew.ready(identity.decode(), message) and self._crew.all_ready_once():
-                    self._tell_stage(messages.Started(self._port, os.getpid()))
+                    self._tell_stage(messages.Started(self._front.port, os.getpid()))
             elif isinstance(message, messages.WorkerFailed):
                 text = f"transfer worker {message.index} cannot start: {message.error}"
                 self.observer.faults.report(logger, "worker_failed", text)
@@ -321,7 +317,7 @@ class ControlLoop:
                     self._notice_dropped(identity)
                 continue
             try:
-                self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
+                self._front.socket.send_multipart([identity, *frames], zmq.NOBLOCK)
             except zmq.Again:
                 self._notice_dropped(identity)
             except zmq.ZMQError as exc:
@@ -386,7 +382,7 @@ class ControlLoop:
 
     @property
     def _endpoint(self) -> str:
-        return f"tcp://{_bracketed(self._setup.host)}:{self._port}"
+        return f"tcp://{_bracketed(self._setup.host)}:{self._front.port}"
 
     def _report(self) -> dict[str, Any]:
         """Make this process's part of a health document."""

@@ -62,10 +62,13 @@ def test_many_descriptors(shared_pair: Pair) -> None:
 def test_adjacent_descriptors_are_one_range(shared_pair: Pair) -> None:
     sender, receiver = shared_pair
     receiver("fill", 0)
-    sender("write", 1, [0, 4096, 8192, 9000], [4096, 8192, 12288, 0], [4096, 4096, 100, 50])
+    local = [0, 4096, 8192, 9000, 9050, 70_000]
+    remote = [4096, 8192, 12288, 0, 20_000, 20_050]  # the last three adjoin on one side only
+    sender("write", 1, local, remote, [4096, 4096, 100, 50, 50, 50])
     expected = bytearray(_OLD)
     expected[4096:12388] = _SENT[0:8292]
-    expected[0:50] = _SENT[9000:9050]
+    expected[0:50], expected[20_000:20_050] = _SENT[9000:9050], _SENT[9050:9100]
+    expected[20_050:20_100] = _SENT[70_000:70_050]
     assert receiver("peek", 0, MB) == bytes(expected)
 
 
@@ -312,6 +315,23 @@ def test_close_ends_everything(rig: Rig, start) -> None:
         assert sender.block["ipc_closed"] == sender.block["ipc_opened"] > 0
         assert sender.block["streams_gone"] == sender.block["streams_made"]
     assert sender.stop() == 0
+
+
+def test_close_waits_for_writes_that_end(rig: Rig, start) -> None:
+    need_hold(rig)
+    sender, receiver = pair_of(rig, start)
+    sender.block["hold"] = 1
+    sender("submit", 1, [0], [0], [MB])
+    sender("forget_transfers")
+    queries = sender.block["event_queries"]
+    sender.ask("close_engine")
+    deadline = time.monotonic() + 10
+    while sender.block["event_queries"] < queries + 10:  # it is waiting
+        assert time.monotonic() < deadline
+    sender.block["hold"] = 0
+    assert sender.answer() < 2
+    assert sender.block["ipc_closed"] == sender.block["ipc_opened"]
+    assert receiver("peek", 0, MB) == _SENT
 
 
 def test_close_waits_for_no_write_for_long(rig: Rig, start) -> None:

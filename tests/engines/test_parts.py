@@ -1,4 +1,4 @@
-"""The parts of engines: the GPU runtime by itself, watching a process, waiting before the start of a write."""
+"""The parts of engines: the GPU runtime by itself, watching a process, waiting before a write starts."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_own_name(cast: Cast) -> None:
 
 
 def test_many_requests(cast: Cast) -> None:
-    """Sixteen streams of two hundred chunks at once, sent as fast as may be: the pool must hold what waits."""
+    """Sixteen streams of two hundred chunks, sent without a pause: the pool must hold what waits."""
     done = pipeline(cast, 16, 200, extra=cast.extra(memory_pool_size=256 << 20), seconds=55.0)
     assert_all_arrived(done, 200)
     assert_ours(done, 16, 200)

@@ -117,7 +117,7 @@ class _Link:
 
     def close_if_idle(self) -> None:
         """Unmap it once it has been dropped and its last write has ended."""
-        if not self.dropped:
+        if not self.dropped or self.under_way:
             return
         self.process.close()
         if self._handle:

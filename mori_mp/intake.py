@@ -1,0 +1,242 @@
+"""What has reached a receiving connector: landing slots, deliveries that came late, and the hand-out.
+
+However a payload comes (see `mori_mp.receiver`), it ends here: raw as its buffer, anything else decoded. And
+whatever goes wrong on the way is counted and reported here, once, with key and sender.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from mori_mp import codec
+from mori_mp.link import Link
+from mori_mp.managed import ManagedBuffer
+from mori_mp.shared.errors import CorruptPayload, PoolExhausted
+from mori_mp.shared.faults import Faults
+from mori_mp.slots import PoolSlots
+from mori_mp.switchboard import Switchboard
+
+logger = logging.getLogger(__name__)
+
+
+class Timeouts(NamedTuple):
+    """Seconds; a transfer gets 5 more for each 100 MB. late: how long what comes late is kept."""
+
+    transfer: float
+    query: float
+    late: float
+
+
+class Delivery(NamedTuple):
+    """A delivered payload: its bytes, and the buffer that holds them (None: nothing to release)."""
+
+    view: memoryview
+    buffer: ManagedBuffer | None
+
+
+class Late(NamedTuple):
+    """A delivery that came after its get() had given up; since is monotonic seconds."""
+
+    delivery: Delivery
+    fast_path: bool
+    how: str
+    since: float
+
+
+class Intake:
+    """See the module's docstring. Thread-safe."""
+
+    def __init__(
+        self,
+        slots: PoolSlots,
+        board: Switchboard,
+        timeouts: Timeouts,
+        decode_view: bool,
+        faults: Faults,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._slots = slots
+        self._pool_tensor = torch.frombuffer(slots.pool.view, dtype=torch.uint8)
+        self._board = board
+        self.timeouts = timeouts
+        self._decode_view = decode_view
+        self._faults = faults
+        self._on_change = on_change
+        self._late: dict[str, Late] = {}
+        self._quarantine: dict[int, tuple[Link, int]] = {}  # offset of a landing slot -> sender, bytes
+        self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+
+    # ------------------------------------------------------------------- landing slots
+    def slot(self, key: str, size: int, deadline: float | None) -> int | None:
+        """Find a slot to land in; one that is let go of until deadline is waited for."""
+        try:
+            return self._slots.alloc(size)
+        except PoolExhausted as full:
+            exhausted = full
+        self._drop_before(time.monotonic())  # rather these than the payload that is asked for
+        told = False
+        while True:
+            try:
+                return self._slots.alloc(size)
+            except PoolExhausted:
+                pass
+            if not told:
+                told = True
+                self.counters["pool_exhausted"] += 1
+                text = f"get of {key!r}: no slot to land in: {exhausted}"
+                self._faults.report(logger, "pool_exhausted", text, key=key)
+            now = time.monotonic()
+            if deadline is None or now >= deadline or self._board.closed or size > self._slots.pool.size:
+                return None
+            # Buffers are let go of by our own stage, in finalizers too, and nothing tells of it.
+            self._board.wait(lambda: None, min(deadline, now + _LOOK_AGAIN_SECONDS))
+
+    def landed(self, offset: int, size: int) -> Delivery:
+        """Take over a slot that a write has filled."""
+        buffer = ManagedBuffer(self._pool_tensor, offset, size, lambda: self._slots.give_back(offset))
+        return Delivery(self._slots.pool.view[offset : offset + size], buffer)
+
+    def give_back(self, offset: int) -> None:
+        """Return a landing slot that nothing was or can be written into."""
+        self._slots.give_back(offset)
+
+    def quarantine(self, offset: int, size: int, link: Link) -> None:
+        """Keep a landing slot whose get() gave up, until end_quarantine(): its write may still come."""
+        self.counters["quarantined"] += 1
+        self._quarantine[offset] = link, size
+
+    def end_quarantine(self, offset: int) -> None:
+        """The write into a landing slot has ended, or cannot come any more."""
+        self._quarantine.pop(offset, None)
+
+    def quarantined_bytes(self, link: Link) -> int:
+        """Count the bytes of landing slots that wait for one sender's late writes."""
+        return sum(size for held, size in list(self._quarantine.values()) if held is link)
+
+    # ----------------------------------------------------------------- late deliveries
+    @property
+    def any_late(self) -> bool:
+        """Tell whether any payload came late."""
+        return bool(self._late)
+
+    def has_late(self, key: str) -> bool:
+        """Tell whether a payload came late for a key."""
+        return key in self._late
+
+    def take_late(self, key: str) -> tuple[Any, int] | None:
+        """Hand out what came late for a key."""
+        late = self._late.pop(key, None)
+        return None if late is None else self.finish(key, late.fast_path, late.delivery, late.how)
+
+    def keep_late(self, key: str, late: Late) -> None:
+        """Keep a payload that came after its get() had given up: for the sender it is delivered.
+
+        The next get() finds it. One that nobody asks for again goes after a while.
+        """
+        self.counters["late"] += 1
+        self._late[key] = late
+        self._on_change()
+
+    def drop_late(self) -> None:
+        """Let go of the payloads that came late and that nobody has asked for again for long."""
+        if self._late:
+            self._drop_before(time.monotonic() - self.timeouts.late)
+
+    def forget_late(self, key: str) -> None:
+        """Let go of what came late for a key."""
+        self._late.pop(key, None)
+
+    def _drop_before(self, before: float) -> None:
+        """Let go of the payloads that came late, before a time (monotonic seconds)."""
+        for key, late in list(self._late.items()):
+            if late.since <= before:
+                self._late.pop(key, None)
+
+    # ----------------------------------------------------------------------- hand-out
+    def finish(self, key: str, fast_path: bool, delivery: Delivery, how: str) -> tuple[Any, int]:
+        """Hand out a delivered payload: raw as its buffer, anything else decoded."""
+        size = len(delivery.view)
+        self.counters[how] += 1
+        self.counters["gets"] += 1
+        self.counters["bytes"] += size
+        if fast_path:
+            return delivery.buffer, size
+        try:
+            if self._decode_view and delivery.buffer is not None:
+                return codec.decode(_held_view(delivery.view, delivery.buffer), copy=False), size
+            try:
+                return codec.decode(delivery.view, copy=True), size
+            finally:
+                if delivery.buffer is not None:
+                    delivery.buffer.release()
+        except CorruptPayload as exc:
+            self.counters["corrupt"] += 1
+            text = f"payload {key!r} ({size} bytes, {how}) does not decode: {exc}"
+            self._faults.report(logger, "corrupt", text, key=key)
+            raise CorruptPayload(text) from exc
+
+    # ----------------------------------------------------------------------- failures
+    def fault(self, cause: str, text: str, key: str, link: Link) -> None:
+        """Report what went wrong with a get()."""
+        self._faults.report(logger, cause, f"get of {key!r}: {text}", key=key, peer=link.address)
+
+    def count_timeout(self, key: str, link: Link, what: str) -> None:
+        """Count and report a get() that ran out of time."""
+        self.counters["timeouts"] += 1
+        self.fault("get_timeout", what, key, link)
+
+    def transfer_seconds(self, size: int) -> float:
+        """Return how long a transfer of size bytes may take without a deadline of the caller's."""
+        return self.timeouts.transfer + 5.0 * (size // 100_000_000)
+
+    def close(self) -> None:
+        """Let go of what came late."""
+        self._late.clear()
+
+    def let_go_of_pool(self) -> None:
+        """Drop our view of the connector's own pool; no get() is or will be under way."""
+        del self._pool_tensor
+
+
+def standalone(data: memoryview) -> Delivery:
+    """Wrap bytes that came inside a notice in memory of their own."""
+    copy = bytearray(data)
+    view = memoryview(copy)
+    return Delivery(view, ManagedBuffer(torch.frombuffer(copy, dtype=torch.uint8), 0, len(copy), _no_slot))
+
+
+def _held_view(view: memoryview, buffer: ManagedBuffer) -> memoryview:
+    """Return a view whose last sub-view, in whichever tensor, releases the buffer when it dies."""
+    exporter = (ctypes.c_ubyte * len(view)).from_buffer(view)
+    weakref.finalize(exporter, buffer.release).atexit = False
+    return memoryview(exporter).cast("B")
+
+
+def _no_slot() -> None:
+    """The buffer owns its memory; there is no slot to give back."""
+
+
+_LOOK_AGAIN_SECONDS = 0.01
+_COUNTERS = (
+    "gets",
+    "bytes",
+    "eager",
+    "lease",
+    "landing",
+    "misses",
+    "unreached",
+    "timeouts",
+    "refused",
+    "errors",
+    "corrupt",
+    "pool_exhausted",
+    "quarantined",
+    "late",
+)
