@@ -134,7 +134,8 @@ class StageHealth:
     def dump(self, cause: str) -> None:
         """Write a dump at a fault that leaves no control process to do it; never waits."""
         if self._dump is not None:
-            self._dump.write_aside(fit({**self._compose(None), "reason": f"fault: {cause}"}))
+            document = {**self._compose(None), "reason": f"fault: {cause}"}
+            self._dump.write_aside(lambda: fit(document))
 
     def close(self, timeout: float) -> None:
         """Give a dump that is being written up to timeout seconds."""

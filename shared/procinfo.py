@@ -7,6 +7,7 @@ files that never wait for the process are read (not cmdline or smaps, which need
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -65,9 +66,10 @@ def startup_line(
 
 
 class ProcessTable:
-    """Reads processes repeatedly, so that CPU use is that since the last time."""
+    """Reads processes repeatedly, so that CPU use is that since the last time. Use it under its `lock`."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self._known: dict[int, tuple[psutil.Process, float, float]] = {}  # pid -> process, CPU s, as of
         self._nodes: dict[str, int | None] = {}
 

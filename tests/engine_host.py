@@ -11,8 +11,8 @@ import gc
 import os
 import random
 import socket
-import statistics
 import sys
+import threading
 import time
 import zlib
 from typing import Any
@@ -30,6 +30,7 @@ from mori_mp.workers.engines.gpu_runtime import GpuRuntime
 _LENGTH_BYTES = 8
 _PATTERN_BYTES = (1 << 20) - 3  # odd, so that a misplaced copy does not look right
 _CHUNK_BYTES = 64 << 20
+MAX_PUT_BYTES = 1 << 20
 
 
 def send(link: socket.socket, message: object) -> None:
@@ -73,6 +74,7 @@ class Host:
         self._transfers: dict[int, Transfer] = {}
         self._stream = 0
         self._staging = 0
+        self._spare = 0
 
     # -------------------------------------------------------------------------- memory
     def host_memory(self, size: int) -> None:
@@ -134,7 +136,8 @@ class Host:
         runtime.set_device(self._memory.device)
         if not self._stream:
             self._stream = runtime.stream_create()
-            self._staging = runtime.malloc(len(data))
+        if not self._staging:
+            self._staging = runtime.malloc(MAX_PUT_BYTES)
         source = gpu_runtime.ctypes.create_string_buffer(data, len(data))
         runtime.memcpy(self._staging, gpu_runtime.ctypes.addressof(source), len(data))
         runtime.memcpy_async(self._memory.address + offset, self._staging, len(data), self._stream)
@@ -271,6 +274,42 @@ class Host:
             times.append((time.perf_counter_ns() - begin) / 1e3)
         return times
 
+    def time_puts(self, size: int, count: int, busy: bool) -> list[float]:
+        """Time the enqueuing half of put(): a copy inside the GPU and an event record, holding the GIL."""
+        assert self._lent is not None
+        runtime = gpu_runtime.load(self._gpu().kind, self._gpu().path, keep_gil=True)
+        runtime.set_device(self._memory.device)
+        source, stream, times = runtime.malloc(size), runtime.stream_create(), []
+        event, stop = self._lent.events[0].handle, threading.Event()
+        spinner = threading.Thread(target=lambda: [None for _ in iter(stop.is_set, True)])
+        if busy:
+            spinner.start()
+        for _ in range(count):
+            begin = time.perf_counter_ns()
+            runtime.memcpy_async(self._memory.address, source, size, stream)
+            runtime.event_record(event, stream)
+            times.append((time.perf_counter_ns() - begin) / 1e3)
+        stop.set()
+        if busy:
+            spinner.join()
+        runtime.stream_synchronize(stream)
+        runtime.stream_destroy(stream)
+        runtime.free(source)
+        return times
+
+    def queue_copies(self, event: int, count: int) -> None:
+        """Keep a stream busy with whole-memory copies, record an event behind them, and do not wait."""
+        assert self._lent is not None
+        runtime = self._gpu()
+        runtime.set_device(self._memory.device)
+        if not self._stream:
+            self._stream = runtime.stream_create()
+        if not self._spare:
+            self._spare = runtime.malloc(self._memory.size)
+        for _ in range(count):
+            runtime.memcpy_async(self._spare, self._memory.address, self._memory.size, self._stream)
+        runtime.event_record(self._lent.events[event].handle, self._stream)
+
     def time_raw_copies(self, device: int, size: int, count: int) -> list[float]:
         """Time plain peer copies to memory that this process allocates on a device; microseconds each."""
         runtime = self._gpu()
@@ -287,7 +326,7 @@ class Host:
             times.append((time.perf_counter_ns() - begin) / 1e3)
         runtime.stream_destroy(stream)
         runtime.free(target)
-        return [statistics.median(times), *times]
+        return times
 
     # ---------------------------------------------------------------------------- inside
     def _gpu(self) -> GpuRuntime:

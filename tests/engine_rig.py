@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -249,22 +250,24 @@ class Machine:
 
     def mori(self) -> tuple[Path, Path]:
         """Return an interpreter with Mori in it, and the libraries it needs. Raises Missing."""
-        python310 = _find_python310()
-        with self._build("mori", f"{python310} {MORI} {NEEDS_IN_310}") as (venv, fresh):
-            if fresh:
-                _make_venv(python310, venv)
-        package = next((venv / "lib").glob("python3.10/site-packages/mori"))
+        python, package = Path(sys.executable), _own_mori()
+        if package is None:
+            python310 = _find_python310()
+            with self._build("mori", f"{python310} {MORI} {NEEDS_IN_310}") as (venv, fresh):
+                if fresh:
+                    _make_venv(python310, venv)
+            python = venv / "bin" / "python"
+            package = next((venv / "lib").glob("python3.10/site-packages/mori"))
         with self._build("lib", _sources() + str(package)) as (out, fresh):
             if fresh:
                 hip_build.build(out, package)
-        return venv / "bin" / "python", out
+        return python, out
 
     def forwarded_hip(self) -> Path:
         """Build a HIP runtime over CUDA for the Mori of this interpreter. Raises Missing."""
-        spec = __import__("importlib.util").util.find_spec("mori")
-        if spec is None or not spec.submodule_search_locations:
+        package = _own_mori()
+        if package is None:
             raise Missing(f"{sys.executable} has no Mori (amd-mori)")
-        package = Path(spec.submodule_search_locations[0])
         cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
         with self._build("forward", _sources() + str(package) + str(cuda)) as (out, fresh):
             if fresh:
@@ -310,6 +313,13 @@ def _libraries(folder: Path) -> dict[str, str]:
 def _sources() -> str:
     """Return all that the built libraries are made from, as text to key the cache by."""
     return "".join(path.read_text() for path in sorted(hip_build.HERE.glob("*")) if path.is_file())
+
+
+def _own_mori() -> Path | None:
+    """Find the Mori of this interpreter."""
+    spec = find_spec("mori")
+    locations = spec.submodule_search_locations if spec is not None else None
+    return Path(locations[0]) if locations else None
 
 
 def _gpus(kind: str) -> tuple[int, int]:

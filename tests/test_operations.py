@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mori_mp import receiver
+from mori_mp import intake
 from mori_mp.cli import COMMANDS
 from mori_mp.shared import errors
 from mori_mp.shared.topology import TopologyError
@@ -36,7 +36,7 @@ def rows(text: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("title", "counters"),
     [
-        ("Receiver", receiver._COUNTERS),
+        ("Receiver", intake._COUNTERS),
         ("Control process", broker._COUNTERS),
         ("Ledger", ledger._COUNTERS),
     ],

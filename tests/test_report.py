@@ -206,8 +206,8 @@ def test_a_failed_write_leaves_the_old_file_and_is_logged_once(
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     dump = DumpFile(tmp_path / "file" / "dump.json")
-    dump.write(b"x")
-    dump.write(b"x")
+    dump.write(lambda: b"x")
+    dump.write(lambda: b"x")
     (message,) = caplog.messages
     assert "dump.json cannot be written" in message
     assert os.listdir(tmp_path) == ["file"]
@@ -217,10 +217,10 @@ def test_a_dump_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
     go = threading.Event()
     monkeypatch.setattr("mori_mp.workers.dump.write_whole", lambda path, text: go.wait(10))
     dump = DumpFile(tmp_path / "dump.json")
-    assert dump.write_aside(b"1")
-    assert not dump.write_aside(b"2")
+    assert dump.write_aside(lambda: b"1")
+    assert not dump.write_aside(lambda: b"2")
     assert dump.skipped == 1
     go.set()
     dump.finish(5.0)
-    assert dump.write_aside(b"3")
+    assert dump.write_aside(lambda: b"3")
     dump.finish(5.0)

@@ -152,7 +152,7 @@ def test_pump_takes_what_has_come(board: Switchboard, peers: Callable[[], Peer])
 
 def test_wait_ends_at_its_deadline(board: Switchboard, peers: Callable[[], Peer]) -> None:
     peer = peers()
-    peer.send(b"something else")
+    peer.send_and_see_it_arrive(b"something else")
     deadline = time.monotonic() + 0.05
     assert board.wait(heard(peer, b"answer"), deadline) is None
     assert time.monotonic() >= deadline

@@ -22,6 +22,7 @@ from wire_peers import V1Client, V1Sender
 
 from mori_mp import ManagedBuffer, MoriTransferEngineConnector
 from mori_mp.shared import wire
+from mori_mp.shared.errors import CorruptPayload
 
 pytestmark = pytest.mark.xdist_group("wire_v1")
 
@@ -274,6 +275,17 @@ def test_nonsense_from_the_sender(
     assert counter(receiver, "errors") == 1
     monkeypatch.undo()
     assert raw(wait(receiver, "a")) == pattern(100)
+    assert_whole(receiver)
+
+
+def test_payload_that_does_not_decode(v1_sender: V1Sender, receiver: MoriTransferEngineConnector) -> None:
+    """The receiver names key, size and delivery, gives the memory back, and goes on."""
+    v1_sender.payloads["bad@0_1"] = b"\xc1 is never used in msgpack", False
+    with pytest.raises(CorruptPayload, match=r"bad@0_1.*28 bytes, landing"):
+        wait(receiver, "bad")
+    assert counter(receiver, "corrupt") == 1
+    v1_sender.payloads["good@0_1"] = msgspec.msgpack.encode({"x": 1}), False
+    assert wait(receiver, "good") == {"x": 1}
     assert_whole(receiver)
 
 

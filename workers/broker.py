@@ -352,13 +352,9 @@ class Broker:
         self, identity: bytes, request: wire.Pull | wire.PullRequest, entry: Entry, since: float
     ) -> None:
         corr = _corr(request)
-
-        def refuse(status: str, message: str) -> None:
-            self.fault("pull_refused", f"refused a pull: {message}", key=entry.key, peer=identity)
-            self._answer(identity, corr, status, message, entry)
-
         if request.length != entry.size:
-            refuse(wire.LENGTH, f"the payload has {entry.size} bytes, {request.length} were asked for")
+            text = f"the payload has {entry.size} bytes, {request.length} were asked for"
+            self._refuse_landing(identity, corr, entry, wire.LENGTH, text)
             return
         session = None
         if isinstance(request, wire.PullRequest):
@@ -367,10 +363,12 @@ class Broker:
             session = self.sessions.get(identity)
             peer = session.peer if session is not None else None
         if peer is None:
-            refuse(wire.REFUSED, "the receiver's Hello named no memory to land in")
+            text = "the receiver's Hello named no memory to land in"
+            self._refuse_landing(identity, corr, entry, wire.REFUSED, text)
             return
         if entry.writes >= MAX_WRITES:
-            refuse(wire.BUSY, f"{MAX_WRITES} writes of it are under way")
+            text = f"{MAX_WRITES} writes of it are under way"
+            self._refuse_landing(identity, corr, entry, wire.BUSY, text)
             return
         write_id, self._next_write = self._next_write, self._next_write + 1
         self.ledger.start_write(entry.generation, write_id)
@@ -378,6 +376,12 @@ class Broker:
         epoch = session.epoch if session is not None else None
         self._writes[write_id] = _Write(identity, corr, entry, peer, epoch, since)
         self.dispatcher.submit(Job(write_id, peer, [entry.offset], [request.dst_offset], [entry.size]))
+
+    def _refuse_landing(
+        self, identity: bytes, corr: int | None, entry: Entry, status: str, message: str
+    ) -> None:
+        self.fault("pull_refused", f"refused a pull: {message}", key=entry.key, peer=identity)
+        self._answer(identity, corr, status, message, entry)
 
     def dispatched(self, write_id: int, now: float) -> None:
         """A worker has been given a job; told only while there is a trace."""

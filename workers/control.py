@@ -23,6 +23,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -57,6 +58,7 @@ _TICK_SECONDS = 1.0
 _FREED_BATCH = 2000
 _DRAIN = 256  # messages taken from one socket before the others get their turn
 _LINGER_MS = 500
+_SWITCH_SECONDS = 0.0002  # how long a report that is being written down may keep the GIL from the loop
 _ORPHAN_PATIENCE_SECONDS = 0.5  # for workers whose stage is dead: everything is to be gone within 2 s
 
 
@@ -431,5 +433,6 @@ def main(line: bytes) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     loop = ControlLoop(setup, pool, context, ProcessLauncher(setup), LIFELINE_FD)
     signal.signal(signal.SIGUSR1, loop.observer.on_signal)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     loop.run()
     context.destroy(linger=_LINGER_MS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from mori_mp.shared.files import write_whole
@@ -25,10 +26,10 @@ class DumpFile:
         self._thread: threading.Thread | None = None
         self._failing = False
 
-    def write(self, text: bytes) -> None:
-        """Write now, in this thread; a failure is logged once until it works again."""
+    def write(self, make: Callable[[], bytes]) -> None:
+        """Make the text and write it, in this thread; a failure is logged once until it works again."""
         try:
-            write_whole(self.path, text)
+            write_whole(self.path, make())
         except OSError as exc:
             if not self._failing:
                 logger.error("health dump %s cannot be written: %s", self.path, exc)
@@ -36,12 +37,12 @@ class DumpFile:
         else:
             self._failing = False
 
-    def write_aside(self, text: bytes) -> bool:
-        """Write in a thread of its own; False when the one before still hangs."""
+    def write_aside(self, make: Callable[[], bytes]) -> bool:
+        """The same in a thread of its own; False when the one before still hangs."""
         if self._thread is not None and self._thread.is_alive():
             self.skipped += 1
             return False
-        self._thread = threading.Thread(target=self.write, args=(text,), name="mori-mp-dump", daemon=True)
+        self._thread = threading.Thread(target=self.write, args=(make,), name="mori-mp-dump", daemon=True)
         self._thread.start()
         return True
 

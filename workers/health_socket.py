@@ -15,9 +15,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
-
-from mori_mp.workers.report import fit
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +25,12 @@ _AT_ONCE = 4  # connections served before the other sockets get their turn
 
 
 class HealthSocket:
-    """A listening socket for the control loop's poller; report() makes the document.
+    """A listening socket for the control loop's poller; report() returns the document, at once.
 
     Raises OSError when the path cannot be bound.
     """
 
-    def __init__(self, path: str, report: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, path: str, report: Callable[[], bytes]) -> None:
         self._path = path
         self._report = report
         self._document = b""
@@ -52,6 +49,11 @@ class HealthSocket:
     def fileno(self) -> int:
         """Readable when somebody asks."""
         return self._listener.fileno()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the document that was told last is still good enough."""
+        return time.monotonic() < self._fresh_until
 
     def serve(self) -> bool:
         """Answer who has connected. False when the socket is of no use any more."""
@@ -72,10 +74,9 @@ class HealthSocket:
         return True
 
     def _current(self) -> bytes:
-        now = time.monotonic()
-        if now >= self._fresh_until:
-            self._document = fit(self._report(), MAX_REPORT_BYTES)
-            self._fresh_until = now + REFRESH_SECONDS
+        if not self.fresh:
+            self._document = self._report()
+            self._fresh_until = time.monotonic() + REFRESH_SECONDS
         return self._document
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Just enough HTTP to be scraped: GET of a few paths, answered from within the control loop.
 
-No thread and no library server: a thread of its own would take the GIL from the loop for up to 5 ms whenever
-a scrape is under way. Everything is bounded, and nothing waits: a connection has CONNECTION_SECONDS for its
-request and its answer, at most MAX_CONNECTIONS are open, a request has at most MAX_REQUEST_BYTES.
+What a body costs is its route's affair, which may take its time and answer later. Everything is bounded, and
+nothing waits: a connection has CONNECTION_SECONDS for its request and its answer, at most MAX_CONNECTIONS are
+open, a request has at most MAX_REQUEST_BYTES.
 """
 
 from __future__ import annotations

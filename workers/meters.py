@@ -98,8 +98,11 @@ class SenderMeters:
 
     def landed(self, entry: Entry, since: float, microseconds: int, now: float) -> None:
         """The same, for a landing write that took its worker so long."""
-        edge = self.edges[edge_of(entry.key)]
-        edge.write.record(microseconds)
+        key = entry.key
+        edge = self.edges[key[key.rfind("@") + 1 :]]
+        write = edge.write
+        write.buckets[microseconds.bit_length()] += 1
+        write.total += microseconds
         self.replies.append((edge.reply, since))
         if self.tracer is not None:
             self._spans.append((entry.key, entry.generation, entry.size, now))
@@ -111,7 +114,9 @@ class SenderMeters:
     def sent(self, now: float) -> None:
         """The answers have been handed to their sockets."""
         for reply, since in self.replies:
-            reply.record(int((now - since) * 1e6))
+            spent = int((now - since) * 1e6)
+            reply.buckets[spent.bit_length()] += 1
+            reply.total += spent
         self.replies.clear()
         if self.tracer is not None:
             for key, generation, size, since in self._spans:

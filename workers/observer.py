@@ -1,7 +1,8 @@
 """What operators see of a control process, tied to its loop: health.sock, dumps, metrics, spans, SIGUSR1.
 
 The parts know nothing of the loop and nothing here waits: a question is answered when the stage's part of the
-answer has come, or has not come in time (see mori_mp.workers.reporter).
+answer has come, or has not come in time (mori_mp.workers.reporter), and the answer has been written down in
+another thread (mori_mp.workers.aside).
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 from mori_mp.shared.faults import Faults
 from mori_mp.shared.messages import ControlSetup
 from mori_mp.shared.tracing import Tracer
-from mori_mp.workers.health_socket import HealthSocket
+from mori_mp.workers.aside import Aside
+from mori_mp.workers.health_socket import MAX_REPORT_BYTES, HealthSocket
 from mori_mp.workers.httpd import Answer, HttpServer, Route, Watch
 from mori_mp.workers.meters import SenderMeters
 from mori_mp.workers.report import Child, fit
-from mori_mp.workers.reporter import Reporter
+from mori_mp.workers.reporter import Make, Reporter
 
 if TYPE_CHECKING:
     from mori_mp.workers.metrics import Metrics
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BIND_AGAIN_SECONDS = 2.0
+_CLOSE_SECONDS = 0.5
 
 
 class Observer:
@@ -50,6 +53,7 @@ class Observer:
         self.meters = SenderMeters(bool(observing.prometheus_port), self.tracer)
         self.faults = Faults("control")
         self._health: HealthSocket | None = None
+        self._document = b""
         self._http: HttpServer | None = None
         self._metrics: Metrics | None = None
         self._metrics_error = ""
@@ -70,6 +74,7 @@ class Observer:
         self._watch, self._unwatch = watch, unwatch
         self._reporter = Reporter(self._setup.observing, ask_stage, sender, children)
         self._opened = True
+        self._aside = Aside(watch, unwatch)
         watch(self._signalled, self._take_signal, False)
         self._open_health()
         if self._setup.observing.prometheus_port:
@@ -118,6 +123,7 @@ class Observer:
             self._health.close()
         if self._opened:
             self._reporter.close()
+        self._aside.close(_CLOSE_SECONDS)
         if self.tracer is not None:
             self.tracer.close()
         os.close(self._signalled)
@@ -128,7 +134,7 @@ class Observer:
         if not path:
             return
         try:
-            self._health = HealthSocket(path, lambda: self._reporter.document())
+            self._health = HealthSocket(path, lambda: self._document)
         except OSError as exc:  # tools will not find this connector; payloads move all the same
             logger.error("no health reports at %s: %s", path, exc)
             return
@@ -138,11 +144,20 @@ class Observer:
         """Whoever has connected waits in the listener's queue while the stage is asked."""
         assert self._health is not None
         self._unwatch(self._health.fileno())
-        self._reporter.ask(self._serve_tools)
+        if self._health.fresh:
+            self._serve_tools(self._document)
+            return
 
-    def _serve_tools(self) -> None:
+        def render(make: Make) -> None:
+            self._aside.submit(lambda: fit(make(), MAX_REPORT_BYTES), self._serve_tools)
+
+        self._reporter.ask(render)
+
+    def _serve_tools(self, document: bytes) -> None:
         health = self._health
-        assert health is not None
+        if health is None:
+            return
+        self._document = document
         if health.serve():
             self._watch(health.fileno(), self._from_tools, False)
         else:
@@ -176,16 +191,17 @@ class Observer:
         return f"http://{host}:{self._setup.observing.prometheus_port}/metrics"
 
     def _answer_metrics(self, answer: Answer) -> None:
-        def now() -> None:
-            assert self._metrics is not None
+        def render(make: Make) -> None:
+            metrics = self._metrics
+            assert metrics is not None
             self._scrapes += 1
-            parts = (self._reporter.stage_transfers(), self.meters.transfer_families())
-            answer(self._metrics.text(self._reporter.document(), [part for part in parts if part]))
+            transfers = [self._reporter.stage_transfers(), self.meters.transfer_families()]
+            self._aside.submit(lambda: metrics.text(make(), transfers), answer)
 
-        self._reporter.ask(now)
+        self._reporter.ask(render)
 
     def _answer_health(self, answer: Answer) -> None:
-        self._reporter.ask(lambda: answer(fit(self._reporter.document())))
+        self._reporter.ask(lambda make: self._aside.submit(lambda: fit(make()), answer))
 
     def metrics_state(self) -> dict[str, Any]:
         """Describe the metrics endpoint for the health document; empty where none is asked for."""

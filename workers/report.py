@@ -161,8 +161,9 @@ def process_rows(
 ) -> list[dict[str, Any]]:
     """Describe the stage and its children; a child with the stage's pid is a thread of it."""
     stage = Child("stage", None, stage_pid, True, False, round(stage_uptime_s, 3), 0, "")
-    table.keep_only([child.pid for child in (stage, *children) if child.pid is not None])
-    return [_row(table, child, stage_pid) for child in (stage, *children)]
+    with table.lock:
+        table.keep_only([child.pid for child in (stage, *children) if child.pid is not None])
+        return [_row(table, child, stage_pid) for child in (stage, *children)]
 
 
 def worker_child(worker: Mapping[str, Any], stale: bool) -> Child:

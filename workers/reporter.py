@@ -3,7 +3,9 @@
 A document needs the stage's part, which only the stage knows. It is asked for over the admin channel and
 waited for briefly, without holding up the loop:
 
-    ask(done) -> stage asked -> its report comes, or STAGE_SECONDS pass -> done(); document() is then current
+    ask(done) -> stage asked -> its report comes, or STAGE_SECONDS pass -> done(make); make() -> document
+
+make() may run in another thread: it holds copies of all that the loop owns, and reads /proc.
 
 While a stage does not answer (it is stopped, or its GIL is held), what it last said is used, marked stale,
 and the next questions wait for LATE_SECONDS only. One question is under way at a time, however many ask.
@@ -34,6 +36,12 @@ DUMP_SECONDS = 1.0
 _FINISH_SECONDS = 0.5
 
 
+Make = Callable[[], dict[str, Any]]
+"""Makes a document, in whichever thread."""
+Take = Callable[[Make], None]
+"""Takes what makes a document, in the loop."""
+
+
 class Reporter:
     """See the module's docstring; times are monotonic seconds, one thread calls.
 
@@ -57,7 +65,7 @@ class Reporter:
         self._told_at = time.monotonic()
         self._asked = False
         self._late = False
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[Take] = []
         self._wait_until = 0.0
         self._reason = ""
         self._dumping = False
@@ -71,11 +79,11 @@ class Reporter:
         )
 
     # ---------------------------------------------------------------------- documents
-    def ask(self, done: Callable[[], None]) -> None:
-        """Call done() once document() can be current: at once, or within STAGE_SECONDS."""
+    def ask(self, done: Take) -> None:
+        """Have done(make) called when a document would be current: at once, or within STAGE_SECONDS."""
         now = time.monotonic()
         if not self._late and now - self._told_at < FRESH_SECONDS:
-            done()
+            done(self._maker())
             return
         if not self._asked:
             self._asked = self._ask_stage()
@@ -89,26 +97,30 @@ class Reporter:
         self._asked = self._late = False
         self._release()
 
-    def document(self) -> dict[str, Any]:
-        """Make a health document of what is known now."""
-        stage = Part(self._stage, time.monotonic() - self._told_at, self._late)
-        return compose(stage, Part(self._sender()), self._processes(), reporter="control")
+    def _maker(self) -> Make:
+        """Take down all that is needed for a document of this moment."""
+        now = time.monotonic()
+        stage, sender = Part(self._stage, now - self._told_at, self._late), Part(self._sender())
+        children, uptime = self._children(), now - self._observing.stage_started
+
+        def make() -> dict[str, Any]:
+            rows = process_rows(self._table, self._observing.stage_pid, uptime, children)
+            rows[0]["stale"] = stage.stale
+            return compose(stage, sender, rows, reporter="control")
+
+        return make
 
     def stage_transfers(self) -> dict[str, Any]:
         """Return the stage's counts of vLLM-Omni's families, as last told."""
         found: dict[str, Any] = self._stage.get("transfer_families", {})
         return found
 
-    def _processes(self) -> list[dict[str, Any]]:
-        uptime = time.monotonic() - self._observing.stage_started
-        rows = process_rows(self._table, self._observing.stage_pid, uptime, self._children())
-        rows[0]["stale"] = self._late
-        return rows
-
     def _release(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for done in waiting:
-            done()
+        if waiting:
+            make = self._maker()
+            for done in waiting:
+                done(make)
 
     # --------------------------------------------------------------------------- dumps
     def want_dump(self, reason: str) -> None:
@@ -119,11 +131,11 @@ class Reporter:
             return
         self._reason = self._reason or reason
 
-    def _dump(self) -> None:
+    def _dump(self, make: Make) -> None:
         assert self.file is not None
         self._dumping = False
-        reason, self._reason = self._reason or "interval", ""
-        self.file.write_aside(fit({**self.document(), "reason": reason}))
+        reason, self._reason = self._reason, ""
+        self.file.write_aside(lambda: fit({**make(), "reason": reason}))
 
     # ---------------------------------------------------------------------------- time
     def tick(self, now: float) -> None:

@@ -13,6 +13,7 @@ from engine_rig import MB, EngineHost, Rig
 from mori_mp.shared.errors import EngineUnavailable, TransferFailed, WireError
 from mori_mp.workers.engines.base import EngineBroken
 from mori_mp.workers.engines.cuda_ipc import GpuMemoryDescriptor
+from mori_mp.workers.engines.liveness import start_time
 
 _SENT, _OLD = pattern(1, MB), pattern(0, MB)
 
@@ -261,9 +262,9 @@ def test_a_descriptor_that_claims_more_than_the_allocation(cuda_ipc_rig: Rig, st
     with pytest.raises(WireError, match="impossible memory descriptor"):
         sender("add_peer", 1, engine_desc, msgspec.msgpack.encode(boastful))
     assert sender.block["ipc_closed"] == sender.block["ipc_opened"]
-    claims_our_pid = msgspec.structs.replace(honest, pid=sender.pid)
-    with pytest.raises(EngineUnavailable):
-        sender("add_peer", 1, engine_desc, msgspec.msgpack.encode(claims_our_pid))
+    claims_to_be_us = msgspec.structs.replace(honest, pid=sender.pid, started=start_time(sender.pid))
+    with pytest.raises(WireError, match="impossible memory descriptor"):
+        sender("add_peer", 1, engine_desc, msgspec.msgpack.encode(claims_to_be_us))
     sender("add_peer", 1, engine_desc, mem_desc)
 
 
