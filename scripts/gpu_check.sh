@@ -91,7 +91,7 @@ PY
 status=0
 names=${engines//,/-$kind or }-$kind
 printf '\n== contract: shm or %s\n' "$names"
-MORI_MP_TEST_GPU=$kind MORI_MP_TEST_MORI=require "$python" -m pytest -q -n 3 --dist loadgroup --durations=5 \
+MORI_MP_TEST_GPU=$kind MORI_MP_TEST_MORI=require "$python" -m pytest -q -p no:benchmark -n 3 --dist loadgroup --durations=5 \
     -o cache_dir="$build/cache" "$root/tests/engines" -k "$names or shm" 2>&1 |
     tee "$out/contract.log" || status=1
 

@@ -280,6 +280,7 @@ class Machine:
         for tool in ("gcc", "readelf"):
             if shutil.which(tool) is None:
                 raise Missing(f"no {tool} on PATH")
+        self._cache.mkdir(parents=True, exist_ok=True)
         out = self._cache / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         done = out.with_suffix(".done")
         with open(out.with_suffix(".lock"), "w") as lock:

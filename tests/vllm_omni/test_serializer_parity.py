@@ -7,17 +7,9 @@ fields set; omni_parity.py has the properties, which need vLLM-Omni in their pro
 
 from __future__ import annotations
 
-import multiprocessing
-from multiprocessing.connection import Connection
-
 import pytest
+from omni_child import check
 from omni_support import Host
-
-
-def _run(name: str, pipe: Connection) -> None:
-    import omni_parity
-
-    omni_parity.run(name, pipe)
 
 
 @pytest.mark.timeout(300)  # the import of vllm-omni
@@ -32,17 +24,4 @@ def _run(name: str, pipe: Connection) -> None:
     ],
 )
 def test_property(host: Host, name: str) -> None:
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(name, theirs))
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(240), "no answer"
-        failure = ours.recv()
-        assert not failure, failure
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        ours.close()
+    check("omni_parity", name)

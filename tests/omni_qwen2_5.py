@@ -1,0 +1,388 @@
+"""Checks of the Qwen2.5-Omni processors, in a process that has vllm-omni: its chunk adapters, our connector.
+
+Whole payloads come from the host's own processors, chunks from ours; what a stage has received in chunks
+must be, put together, what it would have received whole.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.request import RequestStatus
+from vllm_omni.distributed.omni_connectors import adapter as host_adapter
+from vllm_omni.distributed.omni_connectors.transfer_adapter.chunk_transfer_adapter import (
+    OmniChunkTransferAdapter,
+)
+from vllm_omni.model_executor.stage_input_processors import qwen2_5_omni as host_processors
+from vllm_omni.request import OmniRequest
+
+from mori_mp.pipeline.free_ports import PortBlock
+from mori_mp.vllm_omni import plugin, qwen2_5_omni
+
+WIDTH = 48
+STOP = 151645
+PROMPT = [151644, 8948, 11, 12, 13, 151645, 198, 151644, 872, 21, 22, 151645, 198, 151644, 77091, 198]
+ENDS = {"stop": RequestStatus.FINISHED_STOPPED, "length": RequestStatus.FINISHED_LENGTH_CAPPED}
+host_rule = host_adapter.compute_talker_prompt_ids_length
+
+
+class Stage:
+    """One stage's chunk adapter and its requests."""
+
+    def __init__(self, stage: int, base_port: int, processor: Any = None, **extra: Any) -> None:
+        receives = {"role": "receiver", "from_stage": str(stage - 1), "to_stage": str(stage)}
+        sends = {"role": "sender", "from_stage": "0", "to_stage": "1"}
+        connector = {
+            "name": plugin.OWN_NAME,
+            "extra": {
+                "stage_id": stage, "host": "127.0.0.1", "zmq_port": base_port, "backend_type": "shm",
+                "memory_pool_size": 8 << 20, "memory_pool_device": "cpu", "num_transfer_workers": 1,
+                "prefault": False, "pin": "off", **(receives if stage else sends), **extra,
+            },
+        }  # fmt: skip
+        config = SimpleNamespace(
+            stage_connector_config=connector,
+            stage_id=stage,
+            max_num_seqs=4,
+            max_model_len=4096,
+            worker_type="generation" if stage == 2 else "ar",
+            async_chunk=True,
+            custom_process_next_stage_input_func=processor and f"{processor.__module__}.{processor.__name__}",
+        )
+        scheduler = SimpleNamespace(max_num_seqs=4)
+        self.adapter = OmniChunkTransferAdapter(
+            SimpleNamespace(model_config=config, scheduler_config=scheduler)
+        )
+        self.running: list[Any] = []
+        self._waiting = FCFSRequestQueue()
+
+    def receive(self, request: Any, seconds: float = 20.0) -> list[tuple[list[int], dict[str, Any]]]:
+        """Return every chunk of a request: its prompt then, and what came."""
+        self.running.append(request)
+        requests, chunks = {request.request_id: request}, []
+        deadline = time.monotonic() + seconds
+        while not self.adapter.is_done_receiving_chunks(request.request_id):
+            assert time.monotonic() < deadline, f"no end after {len(chunks)} chunks"
+            chunks += self._turn(request, requests)
+            time.sleep(0.001)
+        while not chunks or self.adapter.requests_with_ready_chunks or self._unscheduled(request):
+            assert time.monotonic() < deadline, "the last chunk is not handed out"
+            chunks += self._turn(request, requests)
+        return chunks
+
+    def _unscheduled(self, request: Any) -> bool:
+        return request.status == RequestStatus.WAITING_FOR_CHUNK
+
+    def _turn(self, request: Any, requests: dict[str, Any]) -> list[tuple[list[int], dict[str, Any]]]:
+        adapter = self.adapter
+        adapter.process_pending_chunks(self._waiting, self.running, scheduler_requests=requests)
+        ready = [name for name in requests if name in adapter.requests_with_ready_chunks]
+        output = SimpleNamespace(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=ready, additional_information={}),
+        )
+        prompt = list(request.prompt_token_ids)
+        adapter.postprocess_scheduler_output(output, requests)
+        adapter.restore_queues(self._waiting, self.running, requests)
+        return [(prompt, output.scheduled_cached_reqs.additional_information[name] or {}) for name in ready]
+
+
+@contextmanager
+def stages() -> Iterator[list[Stage]]:
+    """Thinker, talker and code2wav, with the prompt lengths that the talker needs."""
+    plugin.register()
+    with tempfile.TemporaryDirectory(prefix="mmp-", dir="/tmp") as runtime, PortBlock() as ports:
+        os.environ.update(MORI_MP_RUNTIME_DIR=runtime)
+        made = [
+            Stage(0, ports.base, qwen2_5_omni.thinker2talker_async_chunk),
+            Stage(1, ports.base, qwen2_5_omni.talker2code2wav_async_chunk, codec_chunk_frames=10,
+                  initial_codec_chunk_frames=4),
+            Stage(2, ports.base),
+        ]  # fmt: skip
+        host_adapter.compute_talker_prompt_ids_length = qwen2_5_omni.talker_prompt_length
+        try:
+            yield made
+        finally:
+            host_adapter.compute_talker_prompt_ids_length = host_rule
+            for stage in reversed(made):
+                stage.adapter.shutdown()
+
+
+def new_request(name: str, prompt: list[int]) -> Any:
+    request = OmniRequest(
+        request_id=f"{name}-internal",
+        external_req_id=name,
+        prompt_token_ids=list(prompt),
+        sampling_params=SamplingParams(max_tokens=1000),
+        pooling_params=None,
+    )
+    request.status = RequestStatus.RUNNING
+    return request
+
+
+def rows(count: int) -> torch.Tensor:
+    """Hidden states [count, WIDTH] as the thinker gives them."""
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count)).to(torch.bfloat16)
+
+
+def think(adapter: Any, request: Any, hidden: torch.Tensor, answer: list[int], end: str, parts: int) -> None:
+    """Play the thinker: the prompt in parts, then a token a step."""
+    length = len(request.prompt_token_ids)
+    for part in range(parts - 1):
+        start, stop = length * part // parts, length * (part + 1) // parts
+        request.num_computed_tokens = stop
+        adapter.save_async({"hidden": hidden[start:stop]}, request, new_token_ids=[])
+    start = length * (parts - 1) // parts
+    for step, token in enumerate(answer):
+        stop = length + step
+        request.num_computed_tokens = stop
+        request.append_output_token_ids(token)
+        if step == len(answer) - 1:
+            request.status = ENDS[end]
+        adapter.save_async({"hidden": hidden[start:stop]}, request, new_token_ids=[token])
+        start = stop
+
+
+def talk(adapter: Any, request: Any, tokens: list[int]) -> None:
+    """Play the talker, whose hidden states nobody needs."""
+    for step, token in enumerate(tokens):
+        request.num_computed_tokens = len(request.prompt_token_ids) + step
+        request.append_output_token_ids(token)
+        if step == len(tokens) - 1:
+            request.status = RequestStatus.FINISHED_STOPPED
+        adapter.save_async({"hidden": torch.zeros(1, 4)}, request, new_token_ids=[token])
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(ours, theirs)
+
+
+def steps_of_the_talker(chunks: list[dict[str, Any]], steps: int) -> list[torch.Tensor | None]:
+    """The thinker's row that goes into each talker step, by the rules of its preprocessing.
+
+    One chunk a step while there are any; its fields replace those of the chunks before.
+    """
+    embed: dict[str, Any] = {}
+    used: list[torch.Tensor | None] = []
+    for step in range(steps):
+        chunk = chunks[step] if step < len(chunks) else {}
+        embed.update(chunk.get("embed", {}))
+        if step == 0:
+            output = chunk["hidden_states"]["output"]
+            used.append(output[0] if len(output) else None)
+            if len(output):
+                embed["thinker_reply"] = output[1:]
+            continue
+        queue = embed.get("thinker_reply")
+        if isinstance(queue, torch.Tensor) and queue.numel():
+            used.append(queue[0])
+            embed["thinker_reply"] = queue[1:]
+        else:
+            used.append(None)
+    return used
+
+
+def thinker_chunks() -> None:
+    """Concatenated chunks are the whole payload, and feed the talker's steps the same rows."""
+    with stages() as (thinker, talker, _):
+        number = 0
+        for end in ENDS:
+            for answer_length in (1, 2, 3, 40):
+                for parts in (1, 3):
+                    number += 1
+                    answer = [1000 + i for i in range(answer_length - 1)] + [STOP if end == "stop" else 1999]
+                    hidden = rows(len(PROMPT) + len(answer) - 1)
+                    request = new_request(f"r{number}", PROMPT)
+                    think(thinker.adapter, request, hidden, answer, end, parts)
+                    got = [info for _, info in talker.receive(new_request(f"r{number}", [0] * 18))]
+                    whole = host_processors.thinker2talker_full_payload(None, {"hidden": hidden}, request)
+                    where = f"{end}, answer of {answer_length}, prompt in {parts}"
+                    reply = [got[0]["hidden_states"]["output"]]
+                    reply += [c["embed"]["thinker_reply"] for c in got[1:] if "embed" in c]
+                    assert same(got[0]["embed"]["prefill"], whole["embed"]["prefill"]), where
+                    assert same(torch.cat(reply), whole["hidden_states"]["output"]), where
+                    assert got[0]["ids"]["prompt"] == whole["ids"]["prompt"], where
+                    tokens = [token for chunk in got for token in chunk.get("ids", {}).get("output", [])]
+                    assert tokens == (whole["ids"]["output"] or answer[:1]), where
+                    used = steps_of_the_talker(got, 60)
+                    wanted = steps_of_the_talker([whole], 60)
+                    assert [u is None for u in used] == [w is None for w in wanted], where
+                    assert all(w is None or torch.equal(u, w) for u, w in zip(used, wanted, strict=True)), (
+                        where
+                    )
+                    assert all(len(r) == 1 for r in reply[:-1]), "a chunk a step, a row a chunk"
+
+
+def codec_chunks() -> None:
+    """Concatenated chunks are the whole payload, in the sizes asked for, each id sent once."""
+    with stages() as (_, talker, code2wav):
+        ids = [(i * 37) % 8292 for i in range(47)]
+        for number, tokens in enumerate(
+            [
+                [*ids, 8294],
+                [8293, *ids[:5], 8292, *ids[5:20], 8296, *ids[20:], 8294],
+                [*ids[:7], -1, -1],
+                [*ids[:4], 8294],
+                ids[:14],
+            ]
+        ):
+            request = new_request(f"c{number}", [8293, 8292, 8294])
+            talk(talker.adapter, request, tokens)
+            got = code2wav.receive(new_request(f"c{number}", [0]))
+            whole = host_processors.talker2code2wav_full_payload(None, {}, request)
+            pieces = [prompt for prompt, _ in got if prompt != [0]]
+            assert [code for piece in pieces for code in piece] == whole["codes"]["audio"], tokens
+            sizes = [len(piece) for piece in pieces]
+            assert sizes[0] == min(4, len(whole["codes"]["audio"])), sizes
+            assert all(size == 10 for size in sizes[1:-1]), sizes
+            assert {info.get("meta", {}).get("left_context_size", 0) for _, info in got} == {0}
+
+
+class Manager:
+    """What the processors use of the adapter."""
+
+    def __init__(self, **config: Any) -> None:
+        self.request_payload: dict[str, Any] = {}
+        self.failed: dict[str, str] = {}
+        self.connector = SimpleNamespace(config=config)
+
+    def record_send_failure(self, request_id: str, reason: str) -> None:
+        self.failed[request_id] = reason
+
+
+def step(manager: Manager, request: Any, hidden: Any, token: int | None, finished: bool = False) -> Any:
+    if token is not None:
+        request.append_output_token_ids(token)
+    return qwen2_5_omni.thinker2talker_async_chunk(
+        manager, {"hidden": hidden}, request, finished, new_token_ids=() if token is None else (token,)
+    )
+
+
+@contextmanager
+def reserved_in_full() -> Iterator[None]:
+    host_adapter.compute_talker_prompt_ids_length = qwen2_5_omni.talker_prompt_length
+    try:
+        yield
+    finally:
+        host_adapter.compute_talker_prompt_ids_length = host_rule
+
+
+def what_is_computed_again() -> None:
+    """A thinker preempted amid its answer computes all again, whole or in parts: nothing is sent twice."""
+    hidden, length = rows(len(PROMPT) + 3), len(PROMPT)
+    for parts in (1, 3):
+        with reserved_in_full():
+            manager, request = Manager(), new_request("again", PROMPT)
+            assert step(manager, request, hidden[:length], 1) is None
+            first = step(manager, request, hidden[length : length + 1], 2)
+            for part in range(parts - 1):
+                assert step(manager, request, hidden[: length // (2 - part)], None) is None
+            again = hidden[: length + 2] if parts == 1 else hidden[length - 2 : length + 2]
+            second = step(manager, request, again, 3)
+            third = step(manager, request, hidden[length + 2 :], 4, True)
+            taken = [first.hidden_states.output, second.embed.thinker_reply, third.embed.thinker_reply]
+            assert same(torch.cat(taken), hidden[length:].float())
+            assert manager.failed == {}
+
+
+def requests_that_cannot_be_streamed() -> None:
+    """They fail at once and say why, and nothing is sent for them."""
+    hidden, length = rows(len(PROMPT) + 1), len(PROMPT)
+
+    def reason(play: Any, prompt: list[int] = PROMPT, full: bool = True) -> str:
+        manager, request = Manager(), new_request("bad", prompt)
+        host_adapter.compute_talker_prompt_ids_length = (
+            qwen2_5_omni.talker_prompt_length if full else host_rule
+        )
+        try:
+            assert play(manager, request) is None
+            assert step(manager, request, hidden[:1], 9, True) is None, "a failed request sends nothing more"
+        finally:
+            host_adapter.compute_talker_prompt_ids_length = host_rule
+        return manager.failed[request.request_id]
+
+    def two_steps(manager: Manager, request: Any) -> Any:
+        step(manager, request, hidden[:length], 1)
+        return step(manager, request, hidden[length:], 2)
+
+    def short(manager: Manager, request: Any) -> Any:
+        return step(manager, request, hidden[: length - 1], 1)
+
+    def preempted_in_parts(manager: Manager, request: Any) -> Any:
+        step(manager, request, hidden[:6], None)
+        step(manager, request, hidden[:4], None)
+        return step(manager, request, hidden[4:length], 1)
+
+    def session(manager: Manager, request: Any) -> Any:
+        request.resumable = True
+        return step(manager, request, hidden[:length], 1)
+
+    assert qwen2_5_omni.ENABLE_ENV in reason(two_steps, full=False)
+    assert "are due" in reason(short)
+    assert "preempted" in reason(preempted_in_parts)
+    assert "streaming input" in reason(session)
+
+
+def _stand_in_for_the_registry() -> None:
+    """Importing the host's imports every model; where one of them lacks a package, a bare one has to do."""
+    name = "vllm_omni.config.pipeline_registry"
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        registry = ModuleType(name)
+        pipelines: dict[str, Any] = {}
+        registry.__dict__.update(OMNI_PIPELINES=pipelines)
+        registry.__dict__["register_pipeline"] = lambda pipeline, key: pipelines.update({key: pipeline})
+        sys.modules[name] = registry
+
+
+def registration() -> None:
+    """Only on request; the pipeline is the host's with two processors more, and a deploy file can name it."""
+    from pathlib import Path
+
+    import mori_mp
+
+    _stand_in_for_the_registry()
+    os.environ.pop(qwen2_5_omni.ENABLE_ENV, None)
+    qwen2_5_omni.register()
+    assert host_adapter.compute_talker_prompt_ids_length is host_rule
+    os.environ[qwen2_5_omni.ENABLE_ENV] = "1"
+    qwen2_5_omni.register()
+    qwen2_5_omni.register()
+    assert host_adapter.compute_talker_prompt_ids_length(PROMPT) == len(PROMPT) + 2
+    from vllm_omni.config.pipeline_registry import OMNI_PIPELINES
+    from vllm_omni.config.stage_config import load_deploy_config, merge_pipeline_deploy
+
+    deploy = Path(mori_mp.__file__).parent.parent / "deploy" / "qwen2_5_omni_mori_intranode.yaml"
+    config = load_deploy_config(deploy)
+    merged = merge_pipeline_deploy(OMNI_PIPELINES[config.pipeline], config)
+    processors = [s.yaml_engine_args.get("custom_process_next_stage_input_func") for s in merged]
+    module = qwen2_5_omni.__name__
+    assert processors == [
+        f"{module}.thinker2talker_async_chunk",
+        f"{module}.talker2code2wav_async_chunk",
+        None,
+    ]
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        thinker_chunks,
+        codec_chunks,
+        what_is_computed_again,
+        requests_that_cannot_be_streamed,
+        registration,
+    )
+}
