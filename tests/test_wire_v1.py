@@ -281,7 +281,7 @@ def test_nonsense_from_the_sender(
 def test_payload_that_does_not_decode(v1_sender: V1Sender, receiver: MoriTransferEngineConnector) -> None:
     """The receiver names key, size and delivery, gives the memory back, and goes on."""
     v1_sender.payloads["bad@0_1"] = b"\xc1 is never used in msgpack", False
-    with pytest.raises(CorruptPayload, match=r"bad@0_1.*28 bytes, landing"):
+    with pytest.raises(CorruptPayload, match=r"bad@0_1.*26 bytes, landing"):
         wait(receiver, "bad")
     assert counter(receiver, "corrupt") == 1
     v1_sender.payloads["good@0_1"] = msgspec.msgpack.encode({"x": 1}), False

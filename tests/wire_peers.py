@@ -9,12 +9,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 import zmq
 
+from mori_mp.shared.errors import EngineUnavailable
 from mori_mp.shared.pool import Pool, PoolDescriptor, host_id
 from mori_mp.workers import engines
 
@@ -139,7 +140,10 @@ class V1Sender:
         found = self.payloads.get(key)
         if found is None or len(found[0]) != length or key in self.failing:
             return b"trans_error"
-        target = Pool.open_peer(PoolDescriptor.unpack(request["mem_desc_packed"]))
+        try:
+            target = Pool.open_peer(PoolDescriptor.unpack(request["mem_desc_packed"]))
+        except EngineUnavailable:  # the receiver has closed meanwhile
+            return b"trans_error"
         target.view[request["dst_offset"] : request["dst_offset"] + length] = found[0]
         target.close()
         del self.payloads[key]
@@ -207,6 +211,7 @@ def endless_message(port: int, nbytes: int) -> Iterator[socket.socket]:
         connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
         size = 60_000
         frame = b"\x03" + size.to_bytes(8, "big") + bytes(size)  # flags: long, and more to come
-        for _ in range(nbytes // size):
-            connection.sendall(frame)
+        with suppress(ConnectionError):  # it may end us before we are done
+            for _ in range(nbytes // size):
+                connection.sendall(frame)
         yield connection

@@ -123,7 +123,7 @@ class Observer:
             self._health.close()
         if self._opened:
             self._reporter.close()
-        self._aside.close(_CLOSE_SECONDS)
+            self._aside.close(_CLOSE_SECONDS)
         if self.tracer is not None:
             self.tracer.close()
         os.close(self._signalled)
