@@ -230,6 +230,14 @@ class MoriTransferEngineConnector:
         if endpoint is not None:
             check_bindable(resolve_host(endpoint[0]), endpoint[1])
 
+    def listen(self) -> None:
+        """Have the listener up when this returns, as the first put() would; for hosts that can wait ahead.
+
+        Raises ConnectorClosed, StartupError.
+        """
+        with self._calling("listen"):
+            self._ensure_heart()
+
     def _start_ahead(self) -> None:
         """Start the listener in the background, once, unless this is a receiver that is not to have one."""
         self._started_ahead = True

@@ -1005,7 +1005,8 @@ def test_i7_v2_receivers_are_served_while_the_stage_is_stopped(
             with found[0] as buffer:
                 assert buffer.to_bytes() == pattern(size, number)
         assert state_of(shared_stage.pid) == "T"
-        assert counter(receiver, "eager" if size == 100 else delivery) == 5
+        kinds = {"eager", delivery} if size == 100 else {delivery}  # a lender may offer what is small, too
+        assert sum(counter(receiver, kind) for kind in kinds) == 5
         receiver.close()
     eventually(lambda: shared_stage.ask("health")["pool"]["used_bytes"] == 0, "all freed")
 

@@ -112,6 +112,9 @@ class StageProcess:
         threading.Thread(target=self._read_commands, name=f"{_THREAD_PREFIX}commands", daemon=True).start()
         try:
             self._connector = load_class(self._plan.connector_class)(dict(self._plan.connector_config))
+            listen = getattr(self._connector, "listen", None)
+            if self._plan.outputs and callable(listen):
+                listen()  # a run does not measure the start of processes
             self._control.send("ready", endpoint=_endpoint(self._connector))
             self._stream(self._wait_for("go"))
             self._finish(aborted=False)
