@@ -209,6 +209,9 @@ def endless_message(port: int, nbytes: int) -> Iterator[socket.socket]:
         connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
         ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
         connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        # A message before the peer's own READY would be an error of the handshake, and end the connection.
+        greeting = connection.recv(64 + 2, socket.MSG_WAITALL)
+        connection.recv(greeting[-1], socket.MSG_WAITALL)
         size = 60_000
         frame = b"\x03" + size.to_bytes(8, "big") + bytes(size)  # flags: long, and more to come
         with suppress(ConnectionError):  # it may end us before we are done
