@@ -17,7 +17,10 @@ from mori_mp.shared import wire
 from mori_mp.shared.claims import Claims
 from mori_mp.shared.messages import Job, Publish
 from mori_mp.shared.pool import BLOCK, Pool
-from mori_mp.workers.broker import MAX_PARKED, MAX_WRITES, Broker, Identity, Limits
+from mori_mp.workers.broker import Broker, Limits
+from mori_mp.workers.identity import Identity
+from mori_mp.workers.landings import MAX_WRITES
+from mori_mp.workers.parking import MAX_PARKED
 from mori_mp.workers.sessions import MAX_CREDIT_BYTES
 
 HOST = "boot/ns"
@@ -42,7 +45,7 @@ class Rig:
         us = Identity(EPOCH, incarnation, 4711, HOST, "shm", b"pool descriptor", lend)
         limits = Limits(EAGER, TTL, PARK)
         self.broker = Broker(us, limits, self.board, self.read, Claims(self.pool.fd))
-        self.broker.dispatcher.add_worker("w", 1000)
+        self.broker.landings.dispatcher.add_worker("w", 1000)
         self.generations = itertools.count(1)
         self.now = 100.0
 
@@ -84,15 +87,17 @@ class Rig:
 
     def heard(self, identity: bytes) -> list[Any]:
         """Everything owed to one socket: v2 notices decoded, v1 replies as they are. Empties the outbox."""
-        mine = [frames for to, frames in self.broker.outbox if to == identity]
-        self.broker.outbox[:] = [(to, frames) for to, frames in self.broker.outbox if to != identity]
+        mine = [frames for to, frames in self.broker.replies.outbox if to == identity]
+        self.broker.replies.outbox[:] = [
+            (to, frames) for to, frames in self.broker.replies.outbox if to != identity
+        ]
         for frames in mine:
             assert len(frames) == 1 or (len(frames) == 2 and frames[0] == b"")
         return [wire.decode_notice(f[0]) if len(f) == 1 else f[1] for f in mine]
 
     # -- workers
     def jobs(self) -> list[Job]:
-        return [job for _, job in self.broker.dispatcher.assign(self.now)]
+        return [job for _, job in self.broker.landings.dispatcher.assign(self.now)]
 
     def end(self, job: Job, error: str = "") -> None:
         self.broker.write_ended(job.write_id, error, self.now, "w")
@@ -159,8 +164,8 @@ def test_v1_pull_is_landed_then_done_then_freed(rig: Rig) -> None:
         [3 * BLOCK],
         [len(PAYLOAD)],
     )
-    assert rig.broker.peers[job.peer].engine_desc == b"engine"
-    assert rig.broker.peers[job.peer].mem_desc == b"memory"
+    assert rig.broker.landings.peers[job.peer].engine_desc == b"engine"
+    assert rig.broker.landings.peers[job.peer].mem_desc == b"memory"
     assert rig.freed() == []
     rig.end(job)
     assert rig.heard(RECEIVER) == [b"trans_done"]
@@ -365,7 +370,7 @@ def test_hello_again_keeps_registered_memory(rig: Rig) -> None:
     rig.publish()
     rig.send(wire.Pull(6, KEY, len(PAYLOAD), 0, False))
     assert only(rig.jobs()).peer == first.peer
-    assert rig.broker.peers.forgotten == []
+    assert rig.broker.landings.peers.forgotten == []
 
 
 def test_memory_of_a_session_that_ended_is_forgotten(rig: Rig) -> None:
@@ -374,11 +379,11 @@ def test_memory_of_a_session_that_ended_is_forgotten(rig: Rig) -> None:
     rig.send(wire.Pull(5, KEY, len(PAYLOAD), 0, False))
     job = only(rig.jobs())
     rig.broker.unreachable(RECEIVER)
-    assert rig.broker.peers.forgotten == []  # the write still needs it
+    assert rig.broker.landings.peers.forgotten == []  # the write still needs it
     rig.end(job)
     rig.now += 1000
     rig.broker.tick(rig.now)
-    assert rig.broker.peers.forgotten == [job.peer]
+    assert rig.broker.landings.peers.forgotten == [job.peer]
 
 
 # -- eager ---------------------------------------------------------------------------------------------
@@ -517,7 +522,7 @@ def test_v2_pull_is_landed(rig: Rig) -> None:
     rig.send(wire.Pull(5, KEY, len(PAYLOAD), 2 * BLOCK, False))
     job = only(rig.jobs())
     assert job.remote_offsets == [2 * BLOCK]
-    assert rig.broker.peers[job.peer].mem_desc == b"memory " + RECEIVER
+    assert rig.broker.landings.peers[job.peer].mem_desc == b"memory " + RECEIVER
     rig.end(job)
     done = only(rig.heard(RECEIVER), wire.Done)
     assert (done.corr, done.status, done.generation, done.size) == (5, "", message.generation, len(PAYLOAD))
@@ -617,10 +622,10 @@ def test_the_last_words_of_a_dead_worker_do_not_end_the_write_of_its_successor(r
     message = rig.publish()
     rig.send(v1_pull())
     job = only(rig.jobs())
-    rig.broker.dispatcher.remove_worker("w")
+    rig.broker.landings.dispatcher.remove_worker("w")
     rig.broker.write_ended(job.write_id, "", rig.now, "w")  # read after its exit, before it is assigned
     assert (rig.heard(RECEIVER), rig.freed()) == ([], [])
-    rig.broker.dispatcher.add_worker("w2", 1)
+    rig.broker.landings.dispatcher.add_worker("w2", 1)
     assert rig.jobs() == [job]
     rig.broker.write_ended(job.write_id, "", rig.now, "w")  # and after
     assert (rig.heard(RECEIVER), rig.freed()) == ([], [])
@@ -1053,7 +1058,7 @@ def test_any_sequence_of_well_formed_events_is_survived_and_frees_everything_onc
                 rig.now += seconds
                 rig.broker.tick(rig.now)
         freed += rig.freed()
-        under_way = {write.entry.generation for write in rig.broker._writes.values()}
+        under_way = {write.entry.generation for write in rig.broker.landings.writes.values()}
         assert not under_way & set(freed), "freed under a write"
     # When all work ends, every holder dies and the TTL has passed, every publication has come back once.
     for job in rig.jobs():
@@ -1073,5 +1078,5 @@ def test_any_sequence_of_well_formed_events_is_survived_and_frees_everything_onc
     for identity in (b"i1", b"i2", b"i3"):
         rig.broker.unreachable(identity)
     rig.broker.tick(rig.now + 1000)
-    assert len(rig.broker.peers) == 0
+    assert len(rig.broker.landings.peers) == 0
     rig.pool.close()

@@ -45,9 +45,10 @@ from mori_mp.shared.syscalls import try_send
 from mori_mp.shared.topology import format_cpulist
 from mori_mp.workers import childlog
 from mori_mp.workers.boot import LIFELINE_FD
-from mori_mp.workers.broker import Broker, Identity, Limits
+from mori_mp.workers.broker import Broker, Limits
 from mori_mp.workers.crew import Crew, ProcessLauncher, WorkerLauncher
 from mori_mp.workers.front import Front
+from mori_mp.workers.identity import Identity
 from mori_mp.workers.lanes import Lanes
 from mori_mp.workers.observer import Observer
 from mori_mp.workers.report import Child, worker_child
@@ -104,14 +105,14 @@ class ControlLoop:
         self._lanes: Lanes | None = None
         self._crew = Crew(
             setup,
-            self._broker.dispatcher,
-            self._broker.peers,
+            self._broker.landings.dispatcher,
+            self._broker.landings.peers,
             launcher,
             self.observer.faults,
             self.observer.on_fault,
         )
         if self.observer.tracer is not None:
-            self._crew.on_dispatch = self._broker.dispatched
+            self._crew.on_dispatch = self._broker.landings.dispatched
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._poller = zmq.Poller()
         self._holders: dict[int, int] = {}  # pid -> pidfd
@@ -313,7 +314,7 @@ class ControlLoop:
         broker = self._broker
         for error in self._crew.dispatch(now):
             broker.write_ended(error[0], error[1], now)
-        for identity, frames in broker.outbox:
+        for identity, frames in broker.replies.outbox:
             if self._lanes is not None and is_lane(identity):
                 if not self._lanes.send(identity, frames[-1]):
                     self._notice_dropped(identity)
@@ -326,7 +327,7 @@ class ControlLoop:
                 if exc.errno != zmq.EHOSTUNREACH:
                     raise
                 broker.unreachable(identity)
-        broker.outbox.clear()
+        broker.replies.outbox.clear()
         if broker.meters.replies:
             broker.meters.sent(time.monotonic())
         self._send_freed()

@@ -73,6 +73,11 @@ class Sessions:
         """Return the session of a socket, and let that be no use of it."""
         return self._by_identity.get(identity)
 
+    def name_of(self, identity: bytes) -> str:
+        """Name who is behind a socket, for logs: a process, or else the socket."""
+        session = self.peek(identity)
+        return f"pid {session.pid}" if session is not None else f"socket {identity.hex()}"
+
     def hello(self, identity: bytes, hello: Hello) -> tuple[Session, list[Session]]:
         """Open a session. Returns it and those that it replaced or pushed out, for the caller to end."""
         ended = []
