@@ -269,24 +269,24 @@ def test_rdma_peers_share_an_engine_and_a_key_is_taken_once() -> None:
     with pytest.raises(EngineUnavailable, match="in use by another peer"):
         engine.add_peer(2, b"peer", b"peer")
     engine.add_peer(2, b"other", b"other")
-    links = engine._links
-    assert links[1].lane is links[2].lane
+    peers = engine._peers
+    assert peers[1].lane is peers[2].lane
     engine.drop_peer(1)
-    assert links[2].lane.io.forgotten == ["peer"]
+    assert peers[2].lane.io.forgotten == ["peer"]
     engine.add_peer(3, b"peer", b"peer")
 
 
 def test_a_session_that_mori_gave_up_is_made_anew() -> None:
     engine = fake_engine(FakeStatus("SUCCESS"))
-    (first,) = engine._links[1].lane.io.sessions
+    (first,) = engine._peers[1].lane.io.sessions
     first.living = False
     assert engine.submit(1, [0], [0], [8], 1).poll()
-    assert (first.writes, [one.writes for one in engine._links[1].lane.io.sessions]) == (0, [0, 1])
+    assert (first.writes, [one.writes for one in engine._peers[1].lane.io.sessions]) == (0, [0, 1])
 
 
 def test_a_write_that_never_ends_keeps_the_engine_after_close() -> None:
     engine = fake_engine(FakeStatus("IN_PROGRESS"))
     engine.submit(1, [0], [0], [8], 1)
-    lane = engine._links[1].lane
+    lane = engine._peers[1].lane
     engine.close()
     assert lane.io is not None

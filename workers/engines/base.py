@@ -13,7 +13,7 @@ returns what must stay alive for as long as peers may write.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -153,3 +153,41 @@ def check_bounds(
                 f"segment of {size} bytes from {here} to {there} leaves the registered regions "
                 f"({local_size} bytes here, {remote_size} bytes at the peer)"
             )
+
+
+class Target(Protocol):
+    """A peer's memory as an engine reaches it; size in bytes."""
+
+    size: int
+
+    def close(self) -> None:
+        """Let go of it; no write to it is begun any more."""
+        ...
+
+
+T = TypeVar("T", bound=Target)
+
+
+class PeersEngine(Generic[T]):
+    """What every engine here begins with: its peers, and the checks before the backend sees a write."""
+
+    def __init__(self, memory: LocalMemory) -> None:
+        self._memory = memory
+        self._peers: dict[int, T] = {}
+
+    def drop_peer(self, peer: int) -> None:
+        found = self._peers.pop(peer, None)
+        if found is not None:
+            found.close()
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.drop_peer(peer)
+
+    def _admit(self, peer: int, local: list[int], remote: list[int], sizes: list[int]) -> T:
+        """Return the peer of a write that may begin. Raises TransferFailed."""
+        found = self._peers.get(peer)
+        if found is None:
+            raise TransferFailed(f"peer {peer} is not registered")
+        check_bounds(self._memory.size, found.size, local, remote, sizes)
+        return found

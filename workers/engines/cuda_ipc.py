@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -34,11 +33,11 @@ from mori_mp.workers.engines.base import (
     Passive,
     Ready,
     Transfer,
-    check_bounds,
 )
 from mori_mp.workers.engines.gpu_pool import Event, export_allocation
 from mori_mp.workers.engines.gpu_runtime import HANDLE_BYTES, GpuError, GpuRuntime
 from mori_mp.workers.engines.liveness import PeerProcess, start_time
+from mori_mp.workers.engines.polling import Link, PollingEngine, Write
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +45,6 @@ NAME = "cuda_ipc"
 
 DEFAULT_STREAMS = 8
 DEFAULT_EVENTS = 64
-CLOSE_SECONDS = 0.5
-_CLOSE_PAUSE_SECONDS = 0.0005
 
 _exported: dict[tuple[bytes, int], tuple[int, int]] = {}
 """Base and size in bytes of this process's own allocations, by handle and offset of the memory described."""
@@ -91,15 +88,12 @@ class GpuMemoryDescriptor(msgspec.Struct, array_like=True, frozen=True):
         return desc
 
 
-class _Link:
-    """A peer: where its memory lies in this process, and how much of it is being written."""
+class _Link(Link):
+    """A peer: where its memory lies in this process."""
 
     def __init__(self, runtime: GpuRuntime, desc: GpuMemoryDescriptor, process: PeerProcess) -> None:
+        super().__init__(desc.size, process)
         self._runtime = runtime
-        self.process = process
-        self.size = desc.size
-        self.under_way = 0
-        self.dropped = False
         self._handle = b""
         if desc.pid == os.getpid():  # a process cannot import what it exported itself
             base, size = _exported.get((desc.handle, desc.offset), (0, 0))
@@ -109,16 +103,12 @@ class _Link:
             size = runtime.allocation(base)[1]
         self.address = base + desc.offset
         if desc.allocation_size > size:
-            self.dropped = True
-            self.close_if_idle()
+            self.close()
             raise WireError(
                 f"impossible memory descriptor: {desc.allocation_size} bytes of an allocation of {size}"
             )
 
-    def close_if_idle(self) -> None:
-        """Unmap it once it has been dropped and its last write has ended."""
-        if not self.dropped or self.under_way:
-            return
+    def _release(self) -> None:
         self.process.close()
         if self._handle:
             handle, self._handle = self._handle, b""
@@ -136,27 +126,17 @@ class _Stream:
         self.bytes = 0
 
 
-class _Write:
-    """A transfer: copies on a stream, and the event behind them."""
+class _Write(Write):
+    """Copies on a stream, and the event behind them."""
 
     def __init__(self, engine: CudaIpcEngine, link: _Link, stream: _Stream, event: int, size: int) -> None:
-        self._engine = engine
-        self.link = link
+        super().__init__(engine, link)
         self.stream = stream
         self.event = event
         self.size = size
-        self.failure: TransferFailed | None = None
-        self.ended = False
-
-    def poll(self) -> bool:
-        if not self.ended and not self._engine.settle(self):
-            return False
-        if self.failure is not None:
-            raise self.failure
-        return True
 
 
-class CudaIpcEngine:
+class CudaIpcEngine(PollingEngine[_Link, _Write]):
     """See the module's docstring. options: cuda_ipc_num_streams, cuda_ipc_num_events."""
 
     name = NAME
@@ -167,8 +147,7 @@ class CudaIpcEngine:
                 "cuda_ipc moves GPU memory, and this pool is host memory; set memory_pool_device: cuda, or "
                 "backend_type: shm"
             )
-        self._memory = memory
-        self._pid = os.getpid()
+        super().__init__(memory)
         self._runtime = runtime = gpu_runtime.load()
         try:
             runtime.set_device(memory.device)
@@ -185,8 +164,6 @@ class CudaIpcEngine:
             self._events = [runtime.event_create() for _ in range(self.depth)]
         except GpuError as exc:
             raise EngineUnavailable(f"cuda_ipc cannot use GPU {memory.device}: {exc}") from exc
-        self._links: dict[int, _Link] = {}
-        self._writes: set[_Write] = set()
 
     def add_peer(self, peer: int, engine_desc: bytes, mem_desc: bytes) -> None:
         try:
@@ -205,7 +182,7 @@ class CudaIpcEngine:
         process = PeerProcess.exact(desc.pid, desc.started)
         try:
             self._check_route(key, desc.bus_id)
-            self._links[peer] = _Link(self._runtime, desc, process)
+            self._peers[peer] = _Link(self._runtime, desc, process)
         except GpuError as exc:
             process.close()
             raise EngineUnavailable(
@@ -214,13 +191,6 @@ class CudaIpcEngine:
         except BaseException:
             process.close()
             raise
-
-    def drop_peer(self, peer: int) -> None:
-        self._sweep()
-        link = self._links.pop(peer, None)
-        if link is not None:
-            link.dropped = True
-            link.close_if_idle()
 
     def submit(
         self,
@@ -231,28 +201,13 @@ class CudaIpcEngine:
         uid: int,
         after: Ready | None = None,
     ) -> Transfer:
-        link = self._links.get(peer)
-        if link is None:
-            raise TransferFailed(f"peer {peer} is not registered")
-        check_bounds(self._memory.size, link.size, local, remote, sizes)
-        if os.getpid() != self._pid:
-            raise TransferFailed("a GPU context does not survive fork(); start transfer workers by exec")
-        self._refuse_if_gone(link)
-        if not self._events:
-            self._sweep()
-        if not self._events:
-            raise TransferFailed(f"{self.depth} transfers are under way already")
+        link = self._admit(peer, local, remote, sizes)
         if after is not None and not isinstance(after, Event):
             return Deferred(after, lambda: self.submit(peer, local, remote, sizes, uid))
         return self._start(link, local, remote, sizes, after)
 
     def close(self) -> None:
-        for peer in list(self._links):
-            self.drop_peer(peer)
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while self._writes and time.monotonic() < deadline:
-            self._sweep()
-            time.sleep(_CLOSE_PAUSE_SECONDS)
+        super().close()
         if self._writes:
             # Destroying a stream, an event or a mapping would wait for them without an end in sight.
             logger.error(
@@ -268,21 +223,14 @@ class CudaIpcEngine:
                 self._runtime.event_destroy(event)
 
     # ------------------------------------------------------------------------- inside
-    def settle(self, write: _Write) -> bool:
-        """See whether a write has ended, and note how."""
+    def _has_ended(self, write: _Write) -> bool:
         try:
             if not self._runtime.event_query(write.event):
                 return False
         except GpuError as exc:
             write.failure = _failure("GPU copy", exc)
-        write.ended = True
-        self._writes.discard(write)
         self._events.append(write.event)
         write.stream.bytes -= write.size
-        write.link.under_way -= 1
-        if write.failure is None and write.link.process.gone():
-            write.failure = _gone(write.link)
-        write.link.close_if_idle()
         return True
 
     def _start(
@@ -304,19 +252,8 @@ class CudaIpcEngine:
             # Only a lost context refuses this, and then no copy runs any more.
             raise write.failure or _failure("GPU copy", exc) from exc
         self._events.pop()
-        self._writes.add(write)
         stream.bytes += write.size
-        link.under_way += 1
-        return write
-
-    def _sweep(self) -> None:
-        """Note the end of writes that nobody polls."""
-        for write in list(self._writes):
-            self.settle(write)
-
-    def _refuse_if_gone(self, link: _Link) -> None:
-        if link.process.gone():
-            raise _gone(link)
+        return self._begun(write)
 
     def _check_route(self, key: str, bus_id: str) -> None:
         """Raise EngineUnavailable where both GPUs are visible and the runtime says there is no way."""
@@ -379,7 +316,3 @@ def _failure(what: str, error: GpuError) -> TransferFailed:
     if error.context_lost:
         return EngineBroken(f"{what} failed, and this worker's GPU context with it: {error}")
     return TransferFailed(f"{what} failed: {error}")
-
-
-def _gone(link: _Link) -> TransferFailed:
-    return TransferFailed(f"receiver process {link.process.pid} has exited")

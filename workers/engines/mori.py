@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
-import time
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -39,16 +37,14 @@ from mori_mp.workers.engines.base import (
     Passive,
     Ready,
     Transfer,
-    check_bounds,
 )
 from mori_mp.workers.engines.gpu_pool import EXPORT_ADVICE
 from mori_mp.workers.engines.gpu_runtime import GpuError
 from mori_mp.workers.engines.liveness import PeerProcess
+from mori_mp.workers.engines.polling import Link, PollingEngine, Write
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 0.5
-_CLOSE_PAUSE_SECONDS = 0.0005
 _RDMA_DEPTH = 16
 _LIBRARY = "libmori_"  # what a process with a Mori engine has mapped
 _MAX_DESCRIPTOR_BYTES = 4096
@@ -83,18 +79,15 @@ class _Lane:
         self.io = None
 
 
-class _Link:
+class _Link(Link):
     """A peer: the session to its memory."""
 
     def __init__(self, lane: _Lane, receiver: _Receiver, *, owns_lane: bool) -> None:
+        super().__init__(receiver.size, PeerProcess.likely(receiver.pid, _LIBRARY))
         self.lane = lane
         self.key = receiver.key
-        self.size = receiver.size
-        self.under_way = 0
-        self.dropped = False
         self._receiver = receiver
         self._owns_lane = owns_lane
-        self.process = PeerProcess.likely(receiver.pid, _LIBRARY)
         if not self.process.watched:
             logger.info("receiver %s: its process cannot be watched from here", self.key)
         try:
@@ -120,10 +113,7 @@ class _Link:
             )
         return session
 
-    def close_if_idle(self) -> None:
-        """Let go of everything once the link has been dropped and its last write has ended."""
-        if not self.dropped or self.under_way:
-            return
+    def _release(self) -> None:
         self._session = None
         self.process.close()
         if self._owns_lane:
@@ -132,25 +122,17 @@ class _Link:
             self.lane.io.deregister_remote_engine(self._receiver.engine)
 
 
-class _Write:
-    """A transfer: Mori's status of it."""
+class _Write(Write):
+    """Mori's status of it."""
+
+    link: _Link
 
     def __init__(self, engine: MoriEngine, link: _Link, status: Any) -> None:
-        self._engine = engine
-        self.link = link
+        super().__init__(engine, link)
         self.status = status
-        self.failure: TransferFailed | None = None
-        self.ended = False
-
-    def poll(self) -> bool:
-        if not self.ended and not self._engine.settle(self):
-            return False
-        if self.failure is not None:
-            raise self.failure
-        return True
 
 
-class MoriEngine:
+class MoriEngine(PollingEngine[_Link, _Write]):
     """See the module's docstring. options: host, and the keys that `mori_api.backend_config` reads."""
 
     def __init__(self, name: str, memory: LocalMemory, options: dict[str, Any], api: Any = None) -> None:
@@ -160,27 +142,24 @@ class MoriEngine:
                 f"{name} moves GPU memory, and this pool is host memory; set memory_pool_device: cuda, or "
                 f"backend_type: shm"
             )
+        super().__init__(memory)
         self.name = name
         self._api = api or mori_api.load_api()
-        self._memory = memory
         self._options = options
-        self._pid = os.getpid()
         config = mori_api.backend_config(self._api, name, options)
         self.depth = _RDMA_DEPTH if name == "rdma" else max(1, min(config.num_streams, config.num_events))
-        self._links: dict[int, _Link] = {}
-        self._writes: set[_Write] = set()
         # Made now, so that a missing device is known at the start; the first peer gets it.
         self._spare: _Lane | None = self._new_lane()
 
     def add_peer(self, peer: int, engine_desc: bytes, mem_desc: bytes) -> None:
         receiver = _unpack(self._api, engine_desc, mem_desc)
         self._check(receiver)
-        for link in self._links.values():  # whose mapping would let a dead process pass for a living one
+        for link in self._peers.values():  # whose mapping would let a dead process pass for a living one
             if (link.key, link.process.pid) == (receiver.key, receiver.pid) and link.process.gone():
                 raise EngineUnavailable(f"receiver process {receiver.pid} has exited")
         self.drop_peer(peer)
         shared = self.name == "rdma"
-        if shared and any(link.key == receiver.key for link in self._links.values()):
+        if shared and any(link.key == receiver.key for link in self._peers.values()):
             raise EngineUnavailable(
                 f"receiver key {receiver.key} is in use by another peer, and Mori tells receivers apart by it"
             )
@@ -190,18 +169,11 @@ class MoriEngine:
         if receiver.key == lane.key:
             raise WireError(f"receiver has this worker's own engine key {receiver.key}")
         try:
-            self._links[peer] = _Link(lane, receiver, owns_lane=not shared)
+            self._peers[peer] = _Link(lane, receiver, owns_lane=not shared)
         except RuntimeError as exc:
             if isinstance(exc, EngineUnavailable):
                 raise
             raise EngineUnavailable(f"Mori refuses receiver {receiver.key}: {exc}") from exc
-
-    def drop_peer(self, peer: int) -> None:
-        self._sweep()
-        link = self._links.pop(peer, None)
-        if link is not None:
-            link.dropped = True
-            link.close_if_idle()
 
     def submit(
         self,
@@ -212,36 +184,17 @@ class MoriEngine:
         uid: int,
         after: Ready | None = None,
     ) -> Transfer:
-        link = self._links.get(peer)
-        if link is None:
-            raise TransferFailed(f"peer {peer} is not registered")
-        check_bounds(self._memory.size, link.size, local, remote, sizes)
-        if os.getpid() != self._pid:
-            raise TransferFailed("a GPU context does not survive fork(); start transfer workers by exec")
-        if link.process.gone():
-            raise _gone(link)
-        if len(self._writes) >= self.depth:
-            self._sweep()
-        if len(self._writes) >= self.depth:
-            raise TransferFailed(f"{self.depth} transfers are under way already")
+        link = self._admit(peer, local, remote, sizes)
         if after is not None and not after.query():
             return Deferred(after, lambda: self.submit(peer, local, remote, sizes, uid))
         try:
             status = link.session().batch_write(local, remote, sizes, uid)
         except (RuntimeError, TypeError) as exc:  # TypeError: pybind11 finds no overload for the arguments
             raise TransferFailed(f"Mori refuses a write to receiver {link.key}: {exc}") from exc
-        write = _Write(self, link, status)
-        self._writes.add(write)
-        link.under_way += 1
-        return write
+        return self._begun(_Write(self, link, status))
 
     def close(self) -> None:
-        for peer in list(self._links):
-            self.drop_peer(peer)
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while self._writes and time.monotonic() < deadline:
-            self._sweep()
-            time.sleep(_CLOSE_PAUSE_SECONDS)
+        super().close()
         if self._writes:
             logger.error(
                 "%d Mori write(s) have not ended; they are left to the process's exit", len(self._writes)
@@ -254,8 +207,7 @@ class MoriEngine:
             self._spare = None
 
     # ------------------------------------------------------------------------- inside
-    def settle(self, write: _Write) -> bool:
-        """See whether a write has ended, and note how."""
+    def _has_ended(self, write: _Write) -> bool:
         status = write.status
         if status.InProgress():
             return False
@@ -265,19 +217,8 @@ class MoriEngine:
             write.failure = TransferFailed(
                 f"write to receiver {write.link.key} failed: {status.Code().name} {status.Message()}".rstrip()
             )
-        elif write.link.process.gone():
-            write.failure = _gone(write.link)
-        write.ended = True
         write.status = None
-        self._writes.discard(write)
-        write.link.under_way -= 1
-        write.link.close_if_idle()
         return True
-
-    def _sweep(self) -> None:
-        """Note the end of writes that nobody polls."""
-        for write in list(self._writes):
-            self.settle(write)
 
     def _wait_for_gpus(self) -> None:
         """Wait until no copy of a failed write can still be reading the pool."""
@@ -371,7 +312,3 @@ def _unpack(api: Any, engine_desc: bytes, mem_desc: bytes) -> _Receiver:
 def _make_immortal(one: object) -> None:
     """Keep an object, and all it holds, out of the interpreter's clean-up at exit, which would hang on it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
-
-
-def _gone(link: _Link) -> TransferFailed:
-    return TransferFailed(f"receiver process {link.process.pid} has exited")

@@ -13,16 +13,16 @@ from typing import Any
 
 import msgspec
 
-from mori_mp.shared.errors import EngineUnavailable, TransferFailed
+from mori_mp.shared.errors import EngineUnavailable
 from mori_mp.shared.pool import Pool, PoolDescriptor, host_id
 from mori_mp.workers.engines.base import (
     HOST,
     Deferred,
     LocalMemory,
     Passive,
+    PeersEngine,
     Ready,
     Transfer,
-    check_bounds,
 )
 
 NAME = "shm"
@@ -64,23 +64,17 @@ class _Copied:
 _COPIED = _Copied()
 
 
-class ShmEngine:
+class ShmEngine(PeersEngine[Pool]):
     """Copies between mapped pools."""
 
     name = NAME
     depth = 1
 
     def __init__(self, memory: Pool | LocalMemory, options: dict[str, Any]) -> None:
-        self._memory = memory
-        self._peers: dict[int, Pool] = {}
+        super().__init__(LocalMemory.of(memory))
 
     def add_peer(self, peer: int, engine_desc: bytes, mem_desc: bytes) -> None:
         self._peers[peer] = Pool.open_peer(PoolDescriptor.unpack(mem_desc))
-
-    def drop_peer(self, peer: int) -> None:
-        pool = self._peers.pop(peer, None)
-        if pool is not None:
-            pool.close()
 
     def submit(
         self,
@@ -91,16 +85,9 @@ class ShmEngine:
         uid: int,
         after: Ready | None = None,
     ) -> Transfer:
-        target = self._peers.get(peer)
-        if target is None:
-            raise TransferFailed(f"peer {peer} is not registered")
-        check_bounds(self._memory.size, target.size, local, remote, sizes)
+        target = self._admit(peer, local, remote, sizes)
         if after is not None and not after.query():
             return Deferred(after, lambda: self.submit(peer, local, remote, sizes, uid))
         for here, there, size in zip(local, remote, sizes, strict=True):
             _memmove(target.address + there, self._memory.address + here, size)
         return _COPIED
-
-    def close(self) -> None:
-        for peer in list(self._peers):
-            self.drop_peer(peer)
