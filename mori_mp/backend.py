@@ -7,17 +7,37 @@ what is missing for it is an error that says how to get it.
 from __future__ import annotations
 
 import logging
+import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mori_mp.config import ConnectorConfig
+from mori_mp.endpoint import resolve_host
 from mori_mp.shared.errors import EngineUnavailable
-from mori_mp.workers import engines
+from mori_mp.workers.engines import mori_api
+from mori_mp.workers.engines.gpu_runtime import PATH_ENV
 
 logger = logging.getLogger(__name__)
 
 _GET_MORI = "install it with `pip install 'mori-mp[mori]'` (package amd-mori; CPython 3.10 or 3.12, ROCm)"
+
+
+_OPTIONS = (
+    "xgmi_num_streams",
+    "xgmi_num_events",
+    "cuda_ipc_num_streams",
+    "cuda_ipc_num_events",
+    "qp_per_transfer",
+    "num_worker_threads",
+    "post_batch_size",
+    "enable_transfer_chunking",
+    "chunk_bytes",
+    "max_chunks_per_transfer",
+    "num_nics_per_transfer",
+    "poll_cq_mode",
+    "device_name",
+)
 
 
 class Choice(NamedTuple):
@@ -27,16 +47,22 @@ class Choice(NamedTuple):
     reason: str
 
 
+def engine_options(config: ConnectorConfig) -> dict[str, Any]:
+    """Pick the keys that belong to transfer engines; what is left out keeps the engine's own default."""
+    options = {name: getattr(config, name) for name in _OPTIONS if getattr(config, name) is not None}
+    return {**options, "host": resolve_host(config.host)}
+
+
 def choose(config: ConnectorConfig) -> Choice:
     """Settle the engine. Raises EngineUnavailable."""
     if config.backend_type != "auto":
-        _require(config.backend_type)
+        _require(config.backend_type, config)
         return Choice(config.backend_type, "configured")
     wanted = ("rdma",) if config.memory_pool_device == "cpu" else ("xgmi", "rdma", "cuda_ipc")
     passed = []
     for engine in wanted:
         try:
-            _require(engine)
+            _require(engine, config)
         except EngineUnavailable as exc:
             passed.append(f"{engine}: {exc}")
             continue
@@ -51,20 +77,36 @@ def choose(config: ConnectorConfig) -> Choice:
     )
 
 
-def _require(engine: str) -> None:
-    """Raise EngineUnavailable unless this host and this version can run an engine."""
-    if engine in ("rdma", "xgmi", "fabric") and find_spec("mori") is None:
-        raise EngineUnavailable(f"backend_type={engine} needs Mori, which is not installed; {_GET_MORI}")
+def _require(engine: str, config: ConnectorConfig) -> None:
+    """Raise EngineUnavailable unless this process can run an engine.
+
+    A sender with workers of another interpreter needs no Mori itself; its workers say what they lack.
+    """
+    others = config.worker_python and config.role == "sender"
+    if engine in mori_api.BACKENDS and not others and find_spec("mori") is None:
+        also = ", also in the interpreter of a stage that receives" if config.worker_python else ""
+        raise EngineUnavailable(
+            f"backend_type={engine} needs Mori, which is not installed{also}; {_GET_MORI}"
+        )
     if engine == "rdma" and not _rdma_devices():
         raise EngineUnavailable(
             "backend_type=rdma needs an RDMA device, and /sys/class/infiniband has none; load the NIC's "
             "driver and, in a container, pass /dev/infiniband through"
         )
-    if engine not in engines.available():
+    if config.memory_pool_device != "cpu" and not _sees_gpus(engine):
         raise EngineUnavailable(
-            f"backend_type={engine}: this version of mori-mp has no such engine; it has "
-            f"{', '.join(engines.available())}"
+            f"backend_type={engine} with memory_pool_device={config.memory_pool_device} needs "
+            f"{'an AMD GPU' if engine == 'xgmi' else 'a GPU'} that this process sees; check the driver, "
+            f"*_VISIBLE_DEVICES, and that this torch is a CUDA or ROCm build"
         )
+
+
+def _sees_gpus(engine: str) -> bool:
+    if os.environ.get(PATH_ENV):
+        return True  # taken at its word
+    import torch
+
+    return torch.cuda.is_available() and (engine != "xgmi" or torch.version.hip is not None)
 
 
 def _rdma_devices() -> list[str]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from mori_mp.codec_decode import decode
 from mori_mp.codec_encode import MAX_BIN_BYTES, HostSegment, Plan, Segment, TensorSegment, plan
-from mori_mp.codec_memory import ALIGNMENT, raw_view
+from mori_mp.codec_memory import ALIGNMENT, is_dense, raw_view
 
 __all__ = [
     "ALIGNMENT",
@@ -29,6 +29,7 @@ __all__ = [
     "Segment",
     "TensorSegment",
     "decode",
+    "is_dense",
     "plan",
     "raw_view",
 ]

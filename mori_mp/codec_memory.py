@@ -189,11 +189,14 @@ def is_plain(tensor: torch.Tensor) -> bool:
         raise TypeError(f"a tensor with layout {tensor.layout} (make it dense with to_dense() or padding)")
     if tensor.ndim > MAX_DIMS:
         raise TypeError(f"a tensor of {tensor.ndim} dimensions (at most {MAX_DIMS})")
-    if tensor.is_cpu:
-        return tensor.is_contiguous() and not _is_lazy(tensor)
     if tensor.is_meta:
         raise TypeError("a tensor on the meta device, which has no data")
-    return False
+    return tensor.is_cpu and is_dense(tensor)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Say whether a strided tensor's bytes lie in the order and form that they are sent in."""
+    return tensor.is_contiguous() and not _is_lazy(tensor)
 
 
 def _lazy_mask() -> int:

@@ -121,8 +121,22 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "rdma", "xgmi", "fabric", "shm", "cuda_ipc"],
         key("Transfer engine; `auto` takes the best one that pool device, host and peer allow."),
     ] = "auto"
+    host_pool_size: Annotated[
+        int,
+        Meta(ge=4096, le=1 << 50),
+        key(
+            "Size of the host pool beside a GPU pool: what is not a GPU tensor travels in it.",
+            unit="bytes",
+            allowed=f"{_SIZE_TEXT}; 4096..2^50",
+            read=config_keys.read_size,
+        ),
+    ] = 256 * 1024**2
     xgmi_num_streams: Annotated[_Count, key("Streams of the XGMI engine.")] = 64
     xgmi_num_events: Annotated[_Count, key("Events of the XGMI engine.")] = 64
+    cuda_ipc_num_streams: Annotated[_Count, key("Streams of the CUDA IPC engine.")] = 8
+    cuda_ipc_num_events: Annotated[
+        _Count, key("Events of the CUDA IPC engine: writes under way at once in each worker.")
+    ] = 64
     qp_per_transfer: Annotated[_Count, key("RDMA queue pairs that one transfer is spread over.")] = 1
     num_worker_threads: Annotated[_Count, key("Threads inside the RDMA engine of each transfer worker.")] = 1
     post_batch_size: Annotated[
@@ -130,6 +144,27 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(ge=-1, le=1 << 20),
         key("RDMA work requests posted at once; -1 leaves it to the engine.", allowed="-1, or 1..1048576"),
     ] = -1
+    enable_transfer_chunking: Annotated[
+        bool | None, key("RDMA: cut large transfers into chunks. Unset = as Mori has it.")
+    ] = None
+    chunk_bytes: Annotated[
+        Annotated[int, Meta(ge=4096, le=1 << 40)] | None,
+        key(
+            "RDMA: size of a chunk. Unset = as Mori has it.",
+            unit="bytes",
+            allowed=f"{_SIZE_TEXT}; 4096..2^40",
+            read=config_keys.read_size,
+        ),
+    ] = None
+    max_chunks_per_transfer: Annotated[
+        _Count | None, key("RDMA: most chunks of one transfer. Unset = as Mori has it.")
+    ] = None
+    num_nics_per_transfer: Annotated[
+        _Count | None, key("RDMA: NICs that one transfer is spread over. Unset = as Mori has it.")
+    ] = None
+    poll_cq_mode: Annotated[
+        Literal["polling", "event"], key("RDMA: how the engine waits for completions.")
+    ] = "polling"
     role: Annotated[
         Literal["sender", "receiver", "dual"],
         key(

@@ -28,8 +28,9 @@ from types import TracebackType
 from typing import Any
 
 from mori_mp import heart as hearts
-from mori_mp.backend import choose
+from mori_mp.backend import choose, engine_options
 from mori_mp.config import ConnectorConfig
+from mori_mp.device_pool import DevicePool
 from mori_mp.endpoint import check_bindable, resolve_host
 from mori_mp.health import StageHealth
 from mori_mp.intake import Timeouts
@@ -47,6 +48,7 @@ from mori_mp.shared.wire import edge_name, internal_key
 from mori_mp.slots import PoolSlots
 from mori_mp.wanted import Wanted
 from mori_mp.workers import engines
+from mori_mp.workers.engines.base import Passive
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +88,15 @@ class MoriTransferEngineConnector:
         self.backend_type, self.backend_reason = choice
         self._epoch = uuid.uuid4().hex[:12]
         self.engine_key = f"mori-mp-{self.role}-{self._epoch}-pid{os.getpid()}"
-        self._pool = Pool.create(settings.memory_pool_size, f"stage{max(self.stage_id, 0)}-{self._epoch}")
+        on_gpu = settings.memory_pool_device != "cpu"
+        self._device_engine = self.backend_type if on_gpu else ""
+        self._host_engine = "shm" if on_gpu else self.backend_type
+        self._options = engine_options(settings)
+        size = settings.host_pool_size if on_gpu else settings.memory_pool_size
+        self._pool = Pool.create(size, f"stage{max(self.stage_id, 0)}-{self._epoch}")
         self.slots = PoolSlots(self._pool)
-        engine_desc, self._mem_desc = engines.describe(self.backend_type, self._pool)
+        self.device_pool: DevicePool | None = None
+        self._passive = self._receive()
         self.faults = Faults("stage")
         self._trace = self._trace_file()
         tracer = self._trace.tracer if self._trace is not None else None
@@ -96,7 +104,7 @@ class MoriTransferEngineConnector:
         self.publisher = Publisher(self.slots, tracer)
         lease = settings.delivery != "landing"
         self.receiver = Receiver(
-            Us(self._epoch, host_id(), engine_desc, self._mem_desc, lease),
+            Us(self._epoch, host_id(), self._passive.engine_desc, self._passive.mem_desc, lease),
             self.slots,
             Timeouts(
                 settings.get_timeout_seconds, settings.query_timeout_seconds, settings.buffer_ttl_seconds
@@ -108,6 +116,7 @@ class MoriTransferEngineConnector:
         )
         self.heart: hearts.Heart | None = None
         self._starting = threading.Lock()
+        self._making_device_pool = threading.Lock()
         self._started_ahead = False
         self._calls = 0
         self._pool_in_use = False
@@ -116,7 +125,6 @@ class MoriTransferEngineConnector:
         self._health = StageHealth(
             self._fixed_health(),
             self.metrics,
-            self.slots,
             self.publisher,
             self.receiver,
             meters,
@@ -144,6 +152,33 @@ class MoriTransferEngineConnector:
                 connector=self.role,
             )
         )
+
+    def _receive(self) -> Passive:
+        """Make the host pool reachable for senders; one that only sends needs no passive engine for that."""
+        if self.role == "sender" and self._host_engine != "shm":
+            return Passive(b"", b"")
+        return engines.receive(self._host_engine, self._pool, self._options)
+
+    def _ensure_device_pool(self) -> None:
+        """Make the GPU pool, if there is to be one, once; it must be there before the first put or get.
+
+        Raises EngineUnavailable, ConfigError.
+        """
+        if not self._device_engine or self.device_pool is not None:
+            return
+        with self._making_device_pool:
+            if self.device_pool is None:
+                self.device_pool = self._make_device_pool()
+
+    def _make_device_pool(self) -> DevicePool:
+        settings = self.settings
+        pool = DevicePool(
+            settings.memory_pool_size, settings.memory_pool_device, self._device_engine, self._options
+        )
+        self.publisher.use_device(pool)
+        if self.role != "sender":
+            self.receiver.use_device(pool)
+        return pool
 
     def _fixed_health(self) -> dict[str, Any]:
         """Return what health() says of this connector and never changes."""
@@ -192,11 +227,14 @@ class MoriTransferEngineConnector:
                     raise StartupError(
                         f"stage {self.stage_id} cannot put: {self.settings.no_listener_reason()}"
                     )
+                self._ensure_device_pool()
                 heart = hearts.start(
                     self.settings,
-                    engine=self.backend_type,
+                    engine=self._host_engine,
+                    device_engine=self._device_engine,
+                    options=self._options,
                     pool=self._pool,
-                    mem_desc=self._mem_desc,
+                    gpu_pool=self.device_pool.lend() if self.device_pool is not None else b"",
                     epoch=self._epoch,
                     endpoint=(resolve_host(endpoint[0]), endpoint[1]),
                     replay=self.publisher.replay,
@@ -216,6 +254,7 @@ class MoriTransferEngineConnector:
 
     def _start(self) -> None:
         """Listen and greet, as the role has it."""
+        self._ensure_device_pool()
         if self.role != "receiver":
             self._ensure_heart()
         else:
@@ -348,6 +387,7 @@ class MoriTransferEngineConnector:
             return self.receiver.get(self._wanted(from_stage, to_stage, get_key, metadata), deadline)
 
     def _wanted(self, from_stage: str, to_stage: str, key: str, metadata: Any) -> Wanted:
+        self._ensure_device_pool()
         if self._observed and not self._started_ahead and self.heart is None:
             self._start_ahead()  # else the last stage of a host that starts connectors on use reports nothing
         if isinstance(metadata, Mapping) and isinstance(metadata.get(key), Mapping):
@@ -446,7 +486,10 @@ class MoriTransferEngineConnector:
         """Drop our mapping; the memory itself goes when the last buffer of it in use does."""
         self._pool_in_use = False
         self.receiver.let_go_of_pool()
+        self._passive.close()
         self._pool.close()
+        if self.device_pool is not None:
+            self.device_pool.close(self.receiver.late_device_writes)
 
     def __del__(self) -> None:
         self.close()

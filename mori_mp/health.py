@@ -20,7 +20,6 @@ from mori_mp.receiver import Receiver
 from mori_mp.shared.faults import Faults
 from mori_mp.shared.procinfo import ProcessTable
 from mori_mp.shared.topology import format_cpulist
-from mori_mp.slots import PoolSlots
 from mori_mp.workers.dump import DumpFile
 from mori_mp.workers.report import Child, Part, compose, fit, process_rows, worker_child
 
@@ -42,7 +41,6 @@ class StageHealth:
         self,
         fixed: Mapping[str, Any],
         counters: Mapping[str, int],
-        slots: PoolSlots,
         publisher: Publisher,
         receiver: Receiver,
         meters: StageMeters,
@@ -51,7 +49,6 @@ class StageHealth:
     ) -> None:
         self._fixed = fixed
         self._counters = counters
-        self._slots = slots
         self._publisher = publisher
         self._receiver = receiver
         self._meters = meters
@@ -79,6 +76,7 @@ class StageHealth:
         self.faults.flush()
         received = self._receiver.report()
         counters = received["counters"]
+        pools = self._publisher.pool_stats()
         part: dict[str, Any] = {
             **self._fixed,
             "puts": self._counters["puts"],
@@ -87,7 +85,7 @@ class StageHealth:
             "errors": self._counters["errors"] + sum(counters[name] for name in _GET_ERRORS),
             "timeouts": counters["timeouts"],
             "pool": {
-                **self._slots.stats(),
+                **pools["pool"],
                 "published": self._publisher.outstanding,
                 "quarantined_bytes": sum(sender["quarantined_bytes"] for sender in received["senders"]),
             },
@@ -102,6 +100,8 @@ class StageHealth:
             },
             "transfer_families": self._meters.transfer_families(),
         }
+        if "device_pool" in pools:
+            part["device_pool"] = pools["device_pool"]
         heart = self._heart
         if heart is not None:
             supervisor, plan = heart.supervisor, heart.plan

@@ -48,8 +48,10 @@ def start(
     config: ConnectorConfig,
     *,
     engine: str,
+    device_engine: str,
+    options: dict[str, Any],
     pool: Pool,
-    mem_desc: bytes,
+    gpu_pool: bytes,
     epoch: str,
     endpoint: tuple[str, int],
     replay: Callable[[], Any],
@@ -57,7 +59,10 @@ def start(
     health: StageHealth,
     trace_folder: str = "",
 ) -> Heart:
-    """Start control process and workers and wait until they serve. trace_folder: of spans, "" for none.
+    """Start control process and workers and wait until they serve.
+
+    engine moves the host pool, device_engine the GPU pool whose packed descriptor is gpu_pool ("" and b"" if
+    there is none). trace_folder: of spans, "" for none.
 
     Raises StartupError (port taken, engine failing, ...), PinningError, ConfigError.
     """
@@ -65,7 +70,7 @@ def start(
     folder = runtime.create(epoch, config.runtime_dir)
     threads = config.worker_mode == "thread"
     try:
-        card, plan = _introduce(config, folder, engine=engine, endpoint=_tcp(host, port))
+        card, plan = _introduce(config, folder, engine=device_engine or engine, endpoint=_tcp(host, port))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -86,9 +91,11 @@ def start(
         pool_size=pool.size,
         fence_fd=-1,
         engine=engine,
-        engine_options=_engine_options(config),
-        lend=engine == "shm" and config.delivery != "landing",
-        mem_desc=mem_desc,
+        engine_options=options,
+        device_engine=device_engine,
+        gpu_pool=gpu_pool,
+        lend=config.delivery != "landing",
+        mem_desc=pool.descriptor().pack(),
         workers=config.num_transfer_workers,
         worker_cpus=[] if threads else [sorted(cpus or ()) for cpus in plan.workers],
         worker_python=config.worker_python,
@@ -129,7 +136,7 @@ def start(
         config.stage_id,
         host,
         supervisor.port,
-        engine,
+        device_engine or engine,
         config.num_transfer_workers,
         supervisor.pid,
         "; ".join(plan.reasons) if not plan.cpus else sorted(plan.cpus),
@@ -166,19 +173,6 @@ def _introduce(
 
 def _tcp(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _engine_options(config: ConnectorConfig) -> dict[str, Any]:
-    """Pick the keys that belong to transfer engines."""
-    names = (
-        "xgmi_num_streams",
-        "xgmi_num_events",
-        "qp_per_transfer",
-        "num_worker_threads",
-        "post_batch_size",
-        "device_name",
-    )
-    return {name: getattr(config, name) for name in names}
 
 
 __all__ = ["Heart", "StartupError", "make_plan", "start"]

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from mori_mp import codec
+from mori_mp.landing import Delivery, Place, Slot
 from mori_mp.link import Link
 from mori_mp.managed import ManagedBuffer
-from mori_mp.shared.errors import CorruptPayload, PoolExhausted
+from mori_mp.shared.errors import CorruptPayload, EngineUnavailable, PoolExhausted
 from mori_mp.shared.faults import Faults
-from mori_mp.slots import PoolSlots
 from mori_mp.switchboard import Switchboard
 
 logger = logging.getLogger(__name__)
@@ -32,13 +32,6 @@ class Timeouts(NamedTuple):
     transfer: float
     query: float
     late: float
-
-
-class Delivery(NamedTuple):
-    """A delivered payload: its bytes, and the buffer that holds them (None: nothing to release)."""
-
-    view: memoryview
-    buffer: ManagedBuffer | None
 
 
 class Late(NamedTuple):
@@ -55,36 +48,46 @@ class Intake:
 
     def __init__(
         self,
-        slots: PoolSlots,
+        host: Place,
         board: Switchboard,
         timeouts: Timeouts,
         decode_view: bool,
         faults: Faults,
         on_change: Callable[[], None],
     ) -> None:
-        self._slots = slots
-        self._pool_tensor = torch.frombuffer(slots.pool.view, dtype=torch.uint8)
+        self.host = host
+        self.device: Place | None = None
         self._board = board
         self.timeouts = timeouts
         self._decode_view = decode_view
         self._faults = faults
         self._on_change = on_change
         self._late: dict[str, Late] = {}
-        self._quarantine: dict[int, tuple[Link, int]] = {}  # offset of a landing slot -> sender, bytes
+        self._quarantine: dict[Slot, Link] = {}
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
 
     # ------------------------------------------------------------------- landing slots
-    def slot(self, key: str, size: int, deadline: float | None) -> int | None:
-        """Find a slot to land in; one that is let go of until deadline is waited for."""
+    def slot(self, key: str, size: int, deadline: float | None, device: bool = False) -> Slot | None:
+        """Find a slot to land in; one that is let go of until deadline is waited for.
+
+        Raises EngineUnavailable when it is to be in GPU memory and there is no GPU pool.
+        """
+        place = self.device if device else self.host
+        if place is None:
+            raise EngineUnavailable(
+                f"{key!r} lies in its sender's GPU memory, and this connector has no GPU pool to take it in; "
+                f"set memory_pool_device: cuda here, or cpu at the sender"
+            )
+        slots = place.slots
         try:
-            return self._slots.alloc(size)
+            return Slot(place, slots.alloc(size), size)
         except PoolExhausted as full:
             exhausted = full
         self._drop_before(time.monotonic())  # rather these than the payload that is asked for
         told = False
         while True:
             try:
-                return self._slots.alloc(size)
+                return Slot(place, slots.alloc(size), size)
             except PoolExhausted:
                 pass
             if not told:
@@ -93,32 +96,28 @@ class Intake:
                 text = f"get of {key!r}: no slot to land in: {exhausted}"
                 self._faults.report(logger, "pool_exhausted", text, key=key)
             now = time.monotonic()
-            if deadline is None or now >= deadline or self._board.closed or size > self._slots.pool.size:
+            if deadline is None or now >= deadline or self._board.closed or size > slots.size:
                 return None
             # Buffers are let go of by our own stage, in finalizers too, and nothing tells of it.
             self._board.wait(lambda: None, min(deadline, now + _LOOK_AGAIN_SECONDS))
 
-    def landed(self, offset: int, size: int) -> Delivery:
-        """Take over a slot that a write has filled."""
-        buffer = ManagedBuffer(self._pool_tensor, offset, size, lambda: self._slots.give_back(offset))
-        return Delivery(self._slots.pool.view[offset : offset + size], buffer)
-
-    def give_back(self, offset: int) -> None:
-        """Return a landing slot that nothing was or can be written into."""
-        self._slots.give_back(offset)
-
-    def quarantine(self, offset: int, size: int, link: Link) -> None:
+    def quarantine(self, slot: Slot, link: Link) -> None:
         """Keep a landing slot whose get() gave up, until end_quarantine(): its write may still come."""
         self.counters["quarantined"] += 1
-        self._quarantine[offset] = link, size
+        self._quarantine[slot] = link
 
-    def end_quarantine(self, offset: int) -> None:
+    def end_quarantine(self, slot: Slot) -> None:
         """The write into a landing slot has ended, or cannot come any more."""
-        self._quarantine.pop(offset, None)
+        self._quarantine.pop(slot, None)
 
     def quarantined_bytes(self, link: Link) -> int:
         """Count the bytes of landing slots that wait for one sender's late writes."""
-        return sum(size for held, size in list(self._quarantine.values()) if held is link)
+        return sum(slot.size for slot, held in list(self._quarantine.items()) if held is link)
+
+    @property
+    def late_device_writes(self) -> bool:
+        """Tell whether a write into the GPU pool may still come."""
+        return any(slot.place is self.device for slot in list(self._quarantine))
 
     # ----------------------------------------------------------------- late deliveries
     @property
@@ -162,17 +161,17 @@ class Intake:
     # ----------------------------------------------------------------------- hand-out
     def finish(self, key: str, fast_path: bool, delivery: Delivery, how: str) -> tuple[Any, int]:
         """Hand out a delivered payload: raw as its buffer, anything else decoded."""
-        size = len(delivery.view)
+        size = delivery.size
         self.counters[how] += 1
         self.counters["gets"] += 1
         self.counters["bytes"] += size
         if fast_path:
             return delivery.buffer, size
         try:
-            if self._decode_view and delivery.buffer is not None:
+            if self._decode_view and delivery.buffer is not None and delivery.view is not None:
                 return codec.decode(_held_view(delivery.view, delivery.buffer), copy=False), size
             try:
-                return codec.decode(delivery.view, copy=True), size
+                return codec.decode(delivery.host_view(), copy=True), size
             finally:
                 if delivery.buffer is not None:
                     delivery.buffer.release()
@@ -202,7 +201,7 @@ class Intake:
 
     def let_go_of_pool(self) -> None:
         """Drop our view of the connector's own pool; no get() is or will be under way."""
-        del self._pool_tensor
+        self.host.close()
 
 
 def standalone(data: memoryview) -> Delivery:

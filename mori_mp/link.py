@@ -51,7 +51,7 @@ class Peer(Enum):
 
 
 class Us:
-    """What a receiver says of itself in Hello; the memory may be empty when it takes no landing writes."""
+    """What a receiver says of itself in Hello; memory may be empty where it takes no landing writes."""
 
     def __init__(self, epoch: str, host_id: str, engine_desc: bytes, mem_desc: bytes, lease: bool) -> None:
         self.epoch = epoch
@@ -59,6 +59,8 @@ class Us:
         self.engine_desc = engine_desc
         self.mem_desc = mem_desc
         self.lease = lease
+        self.device_engine_desc = b""
+        self.device_mem_desc = b""
 
 
 class _Request:
@@ -205,6 +207,8 @@ class Link:
                 sorted(self._edges),
                 EAGER_CREDIT_BYTES,
                 us.lease,
+                us.device_engine_desc,
+                us.device_mem_desc,
             )
         )
 
@@ -373,9 +377,11 @@ class Link:
         among[message.corr] = request
         self._post(message)
 
-    def new_pull(self, key: str, length: int, dst_offset: int, lease: bool) -> wire.Pull:
+    def new_pull(
+        self, key: str, length: int, dst_offset: int, lease: bool, device: bool = False
+    ) -> wire.Pull:
         """Make a pull; pull() will say whom it is meant for."""
-        return wire.Pull(0, key, length, dst_offset, lease)
+        return wire.Pull(0, key, length, dst_offset, lease, device=device)
 
     def abandon(self, message: wire.Pull, on_late: LateHandler) -> None:
         """Give up an unanswered pull. on_late gets its answer, after which no write can touch our memory."""

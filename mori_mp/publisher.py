@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from mori_mp import codec
+from mori_mp.device_pool import DevicePool
 from mori_mp.managed import ManagedBuffer
 from mori_mp.shared import wire
 from mori_mp.shared.errors import PayloadError, PoolExhausted
 from mori_mp.shared.messages import HotToControl, Publish, Withdraw
 from mori_mp.shared.syscalls import copy_memory
 from mori_mp.shared.tracing import Tracer
-from mori_mp.slots import PoolSlots
+from mori_mp.slots import PoolSlots, Slots
 from mori_mp.workers.hot import HotChannel
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Publisher:
 
     def __init__(self, slots: PoolSlots, tracer: Tracer | None = None) -> None:
         self._slots = slots
+        self._device: DevicePool | None = None
         self._tracer = tracer
         self._hot: HotChannel | None = None
         # No two stages count alike: what names a generation of our predecessor's means nothing here.
@@ -58,6 +60,17 @@ class Publisher:
     def attach(self, hot: HotChannel) -> None:
         """Publish over this channel from now on."""
         self._hot = hot
+
+    def use_device(self, pool: DevicePool) -> None:
+        """Publish GPU tensors from a GPU pool from now on; it must be lent before the first one."""
+        self._device = pool
+
+    def pool_stats(self) -> dict[str, dict[str, int]]:
+        """Describe the pools for health(): `pool`, and `device_pool` if there is one."""
+        stats = {"pool": self._slots.stats()}
+        if self._device is not None:
+            stats["device_pool"] = self._device.slots.stats()
+        return stats
 
     @property
     def outstanding(self) -> int:
@@ -80,24 +93,27 @@ class Publisher:
         if len(key.encode()) > wire.MAX_KEY_BYTES:
             raise PayloadError(f"key {key[:80]!r}… is longer than {wire.MAX_KEY_BYTES} bytes")
         self.collect()
-        own = self._own_slot(data)
-        if own is not None:
-            offset, size = own
-            self._publish(name, key, offset, size, True, began_ns)
-            return size, True
+        if isinstance(data, ManagedBuffer):
+            own = self._own_slot(data)
+            if own is not None:
+                offset, event = own
+                self._publish(name, key, offset, data.size, True, began_ns, event)
+                return data.size, True
         if isinstance(data, ManagedBuffer) or _is_managed(data):
             data = data.tensor
+        if isinstance(data, torch.Tensor) and self._device is not None and self._device.holds(data):
+            return self._put_on_device(name, key, data, began_ns)
         if isinstance(data, (bytes, bytearray, memoryview, torch.Tensor)):
             address, size, keepalive = codec.raw_view(data)
             if size == 0:
                 return None
-            offset = self._alloc(size)
+            offset = self._alloc(self._slots, size)
             copy_memory(self._slots.pool.address + offset, address, size)
             del keepalive
             self._publish(name, key, offset, size, True, began_ns)
             return size, True
         plan = codec.plan(data)
-        offset = self._alloc(plan.nbytes)
+        offset = self._alloc(self._slots, plan.nbytes)
         try:
             plan.write_into_address(self._slots.pool.address + offset)
         except BaseException:
@@ -106,31 +122,61 @@ class Publisher:
         self._publish(name, key, offset, plan.nbytes, False, began_ns)
         return plan.nbytes, False
 
-    def _own_slot(self, data: Any) -> tuple[int, int] | None:
-        """Take a share of the slot of one of our own ManagedBuffers, to publish it as it is."""
-        if not isinstance(data, ManagedBuffer) or data.released:
+    def _put_on_device(
+        self, name: str, key: str, data: torch.Tensor, began_ns: int
+    ) -> tuple[int, bool] | None:
+        """Publish a GPU tensor from the GPU pool; the copy is enqueued, not waited for."""
+        pool = self._device
+        assert pool is not None
+        size = data.nbytes
+        if size == 0:
             return None
-        if data.pool_tensor.data_ptr() != self._slots.pool.address:
-            return None
-        with self._lock:
-            if data.offset in self._offsets:
-                return None  # published already: one block carries one publication, so copy
-            self._slots.share(data.offset)
-            self._offsets.add(data.offset)
-        return data.offset, data.size
-
-    def _alloc(self, size: int) -> int:
+        if not codec.is_dense(data):
+            data = data.detach().resolve_conj().resolve_neg().contiguous()
+        offset = self._alloc(pool.slots, size)
         try:
-            return self._slots.alloc(size)
+            event = pool.copy_in(offset, [(0, data)])
+        except BaseException:
+            pool.slots.give_back(offset)
+            raise
+        self._publish(name, key, self._slots.size + offset, size, True, began_ns, event)
+        return size, True
+
+    def _own_slot(self, data: ManagedBuffer) -> tuple[int, int] | None:
+        """Take a share of the slot of one of our own buffers, to publish it as it is; (offset, event)."""
+        if data.released:
+            return None
+        pool, address = self._device, data.pool_tensor.data_ptr()
+        on_device = pool is not None and address == pool.address
+        if not on_device and address != self._slots.pool.address:
+            return None
+        offset = self._slots.size + data.offset if on_device else data.offset
+        with self._lock:
+            if offset in self._offsets:
+                return None  # published already: one block carries one publication, so copy
+            self._slots_of(offset)[0].share(data.offset)
+            self._offsets.add(offset)
+        return offset, pool.mark() if on_device and pool is not None else -1
+
+    def _slots_of(self, offset: int) -> tuple[Slots, int]:
+        """Return the pool of a published offset, and the offset within it."""
+        if offset < self._slots.size:
+            return self._slots, offset
+        assert self._device is not None
+        return self._device.slots, offset - self._slots.size
+
+    def _alloc(self, slots: Slots, size: int) -> int:
+        try:
+            return slots.alloc(size)
         except PoolExhausted:
-            if size > self._slots.pool.size:
+            if size > slots.size:
                 self.exhausted += 1
                 raise
         deadline = time.monotonic() + POOL_WAIT_SECONDS
         while True:
             self._wait_freed(deadline)
             try:
-                return self._slots.alloc(size)
+                return slots.alloc(size)
             except PoolExhausted:
                 if time.monotonic() >= deadline:
                     self.exhausted += 1
@@ -150,12 +196,20 @@ class Publisher:
                 time.sleep(pause)  # dead, and its successor not there yet
         self.collect()
 
-    def _publish(self, name: str, key: str, offset: int, size: int, fast_path: bool, began_ns: int) -> None:
+    def _publish(
+        self,
+        name: str,
+        key: str,
+        offset: int,
+        size: int,
+        fast_path: bool,
+        began_ns: int,
+        event: int = -1,
+    ) -> None:
         assert self._hot is not None
         began_us, now_us = began_ns // 1000, time.monotonic_ns() // 1000
-        message = Publish(
-            key, next(self._generations), offset, size, fast_path, False, began_us, now_us - began_us
-        )
+        generation = next(self._generations)
+        message = Publish(key, generation, offset, size, fast_path, False, began_us, now_us - began_us, event)
         with self._lock:
             self._live[message.generation] = _Publication(message, name)
             self._offsets.add(offset)
@@ -183,7 +237,8 @@ class Publisher:
                 of_name.discard(generation)
                 if not of_name:
                     del self._by_name[publication.name]
-            self._slots.give_back(publication.message.offset)
+            slots, offset = self._slots_of(publication.message.offset)
+            slots.give_back(offset)
 
     def withdraw(self, name: str, key: str | None = None) -> int:
         """Withdraw what was put under name: on every edge, or only the internal key. Returns how many."""
@@ -202,7 +257,9 @@ class Publisher:
         """List all live publications, oldest first, for a new control process."""
         with self._lock:
             live = [self._live[generation].message for generation in sorted(self._live)]
-        return [Publish(m.key, m.generation, m.offset, m.size, m.fast_path, True) for m in live]
+        return [
+            Publish(m.key, m.generation, m.offset, m.size, m.fast_path, True, event=m.event) for m in live
+        ]
 
 
 def _is_managed(data: Any) -> bool:

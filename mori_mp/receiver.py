@@ -20,7 +20,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mori_mp.intake import Delivery, Intake, Late, Timeouts, standalone
+from mori_mp.device_pool import DevicePool
+from mori_mp.intake import Intake, Late, Timeouts, standalone
+from mori_mp.landing import Delivery, DevicePlace, HostPlace
 from mori_mp.link import Link, Peer, Us
 from mori_mp.meters import StageMeters
 from mori_mp.receiver_v1 import V1Receiver
@@ -57,12 +59,24 @@ class Receiver:
         self._faults = faults
         self._lease = lease
         self._board = Switchboard()
-        self._intake = Intake(slots, self._board, timeouts, decode_view, faults, self._on_change)
-        self._v1 = V1Receiver(us, self._board, self._intake, meters)
+        host = HostPlace(slots, us.engine_desc, us.mem_desc)
+        self._intake = Intake(host, self._board, timeouts, decode_view, faults, self._on_change)
+        self._v1 = V1Receiver(self._board, self._intake, meters)
         self._links: dict[tuple[str, int], Link] = {}
         self._links_lock = threading.Lock()
         self._generation = 0
         self.counters = self._intake.counters
+
+    def use_device(self, pool: DevicePool) -> None:
+        """Take GPU payloads into a GPU pool; before the first link. Raises EngineUnavailable, ConfigError."""
+        place = DevicePlace(pool)
+        self._us.device_engine_desc, self._us.device_mem_desc = place.engine_desc, place.mem_desc
+        self._intake.device = place
+
+    @property
+    def late_device_writes(self) -> bool:
+        """Tell whether a write into the GPU pool may still come."""
+        return self._intake.late_device_writes
 
     # ---------------------------------------------------------------------------- links
     def link(self, host: str, port: int, edge: str) -> Link:
@@ -218,9 +232,14 @@ class Receiver:
         wait_until = deadline
         if deadline is None:
             deadline = time.monotonic() + self._intake.transfer_seconds(ready.size)
-        if self._lease and link.can_lease:
-            return self._fetch_lease(link, ready, deadline)
-        return self._fetch_landing(link, ready, deadline, wait_until)
+        if self._lease and link.can_lease and not ready.device:
+            found = self._fetch_lease(link, ready, deadline)
+        else:
+            found = self._fetch_landing(link, ready, deadline, wait_until)
+        if found is _ELSEWHERE:  # without a notice we cannot know; or another payload has replaced it
+            ready = wire.Ready(ready.key, 0, ready.size, ready.fast_path, _NOTHING, device=not ready.device)
+            found = self._fetch_landing(link, ready, deadline, wait_until)
+        return None if found is _ELSEWHERE else found
 
     def _fetch_offer(self, link: Link, ready: wire.Ready) -> tuple[Any, int] | None:
         generation = ready.generation
@@ -272,6 +291,8 @@ class Receiver:
             self._gave_up(link, ready)
             link.abandon(request, on_late)
             return None
+        if done.status == wire.ELSEWHERE:
+            return _ELSEWHERE
         if done.status:
             self._refused(link, ready, done)
             return None
@@ -301,37 +322,42 @@ class Receiver:
     def _fetch_landing(
         self, link: Link, ready: wire.Ready, deadline: float, wait_until: float | None
     ) -> tuple[Any, int] | None:
-        offset = self._intake.slot(ready.key, ready.size, wait_until)
-        if offset is None:
+        try:
+            slot = self._intake.slot(ready.key, ready.size, wait_until, ready.device)
+        except EngineUnavailable as exc:
+            self._intake.counters["errors"] += 1
+            self._intake.fault("get_failed", str(exc), ready.key, link)
+            return None
+        if slot is None:
             if ready.generation:
                 link.mailbox.put_back(ready)
             return None
-        request = link.new_pull(ready.key, ready.size, offset, False)
+        request = link.new_pull(ready.key, ready.size, slot.offset, False, ready.device)
         done = self._pull(link, request, ready, deadline)
         if done is None:
-            self._intake.quarantine(offset, ready.size, link)
+            self._intake.quarantine(slot, link)
 
             def on_late(done: wire.Done | None) -> None:
-                self._intake.end_quarantine(offset)
+                self._intake.end_quarantine(slot)
                 if done is None or done.status or not link.mailbox.mark_taken(done.generation):
-                    self._intake.give_back(offset)
+                    slot.give_back()
                     return
-                delivery = self._intake.landed(offset, ready.size)
-                self._intake.keep_late(ready.key, Late(delivery, done.fast_path, "landing", time.monotonic()))
+                late = Late(slot.landed(), done.fast_path, "landing", time.monotonic())
+                self._intake.keep_late(ready.key, late)
 
             self._gave_up(link, ready)
             link.abandon(request, on_late)
             return None
         if done.status:
-            self._intake.give_back(offset)
+            slot.give_back()
+            if done.status == wire.ELSEWHERE:
+                return _ELSEWHERE
             self._refused(link, ready, done)
             return None
         if not link.mailbox.mark_taken(done.generation):
-            self._intake.give_back(offset)
+            slot.give_back()
             return self._intake.take_late(ready.key)  # another call has it, or a get() that had given up
-        return self._intake.finish(
-            ready.key, done.fast_path, self._intake.landed(offset, ready.size), "landing"
-        )
+        return self._intake.finish(ready.key, done.fast_path, slot.landed(), "landing")
 
     # ------------------------------------------------------------------------- outcomes
     def _refused(self, link: Link, ready: wire.Ready, done: wire.Done) -> None:
@@ -395,3 +421,4 @@ class Receiver:
 
 _NOTHING = memoryview(b"")
 _LATE = wire.Ready("", 0, 0, False, _NOTHING)  # stands for: look among the late deliveries
+_ELSEWHERE: tuple[Any, int] = (None, -1)  # stands for: the payload lies in the other kind of memory

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from mori_mp.intake import Intake
-from mori_mp.link import Link, Us
+from mori_mp.link import Link
 from mori_mp.meters import StageMeters
 from mori_mp.shared import wire
 from mori_mp.shared.errors import WireError
@@ -19,8 +19,7 @@ _POLL_SECONDS = 0.002
 class V1Receiver:
     """The part of a receiver that deals with v1 senders."""
 
-    def __init__(self, us: Us, board: Switchboard, intake: Intake, meters: StageMeters) -> None:
-        self._us = us
+    def __init__(self, board: Switchboard, intake: Intake, meters: StageMeters) -> None:
         self._board = board
         self._intake = intake
         self._meters = meters
@@ -39,35 +38,36 @@ class V1Receiver:
                 return None
             # A v1 sender sends no notices: asking again is all there is.
             self._board.wait(lambda: None, min(deadline, time.monotonic() + _POLL_SECONDS))
-        offset = self._intake.slot(wanted.key, size, deadline)
-        if offset is None:
+        # The in-tree class has one pool, and moves everything through it.
+        slot = self._intake.slot(wanted.key, size, deadline, self._intake.device is not None)
+        if slot is None:
             return None
-        us = self._us
-        pull = wire.PullRequest(wanted.key, us.engine_desc, us.mem_desc, offset, size)
+        place = slot.place
+        pull = wire.PullRequest(wanted.key, place.engine_desc, place.mem_desc, slot.offset, size)
         if deadline is None:
             deadline = time.monotonic() + self._intake.transfer_seconds(size)
         ended: list[bool] = []
 
         def on_late_end() -> None:
             ended.append(True)
-            self._intake.end_quarantine(offset)
-            self._intake.give_back(offset)
+            self._intake.end_quarantine(slot)
+            slot.give_back()
 
         known_ns = time.monotonic_ns()
         reply = link.v1.ask(wire.encode_v1(pull), deadline, on_late_end)
         if reply is None:
-            self._intake.quarantine(offset, size, link)
+            self._intake.quarantine(slot, link)
             if ended:
-                self._intake.end_quarantine(offset)
+                self._intake.end_quarantine(slot)
             self._intake.count_timeout(wanted.key, link, f"the transfer of {size} bytes did not end in time")
             return None
         if reply != wire.TRANS_DONE:
-            self._intake.give_back(offset)
+            slot.give_back()
             self._intake.counters["errors"] += 1
             text = f"the sender refused or failed the transfer ({reply!r})"
             self._intake.fault("get_refused", text, wanted.key, link)
             return None
-        found_there = self._intake.finish(wanted.key, fast_path, self._intake.landed(offset, size), "landing")
+        found_there = self._intake.finish(wanted.key, fast_path, slot.landed(), "landing")
         self._meters.fetched(wanted, known_ns, size, 0, "")
         return found_there
 

@@ -16,12 +16,12 @@ from mori_mp.shared.errors import PoolExhausted
 from mori_mp.shared.pool import Pool
 
 
-class PoolSlots:
-    """Thread-safe; offsets and sizes in bytes."""
+class Slots:
+    """The slots of a pool of so many bytes. Thread-safe; offsets and sizes in bytes."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self._allocator = PoolAllocator(pool.size)
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._allocator = PoolAllocator(size)
         self._lock = threading.Lock()
         self._owners: dict[int, int] = {}
         self._returned: deque[int] = deque()
@@ -70,4 +70,12 @@ class PoolSlots:
         }
 
 
-__all__ = ["PoolExhausted", "PoolSlots"]
+class PoolSlots(Slots):
+    """The slots of a host pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool.size)
+        self.pool = pool
+
+
+__all__ = ["PoolExhausted", "PoolSlots", "Slots"]

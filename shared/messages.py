@@ -28,6 +28,8 @@ _SOCKET_BUFFER_BYTES = 1 << 20
 class Publish(msgspec.Struct, array_like=True, tag=1):
     """Stage -> control: a payload of size bytes lies at offset of the pool.
 
+    An offset from the host pool's size on means the GPU pool, whose bytes are counted on from there; event is
+    the number of its event that the payload is complete behind, -1 for none.
     replayed: told before to a control process that has died since; the lease board may know a reader.
     put_us: when put() was called, CLOCK_MONOTONIC microseconds; 0: not told. took_us: from then until now.
     """
@@ -40,6 +42,7 @@ class Publish(msgspec.Struct, array_like=True, tag=1):
     replayed: bool = False
     put_us: int = 0
     took_us: int = 0
+    event: int = -1
 
 
 class Withdraw(msgspec.Struct, array_like=True, tag=2):
@@ -99,11 +102,15 @@ class StageReport(msgspec.Struct, array_like=True, tag=8):
 
 # ------------------------------------------------------------------------------ worker
 class AddPeer(msgspec.Struct, array_like=True, tag=1):
-    """Control -> worker: where the writes of jobs for this peer id go."""
+    """Control -> worker: where the writes of jobs for this peer id go.
+
+    device: they are read from the GPU pool, by the engine over it.
+    """
 
     peer: int
     engine_desc: bytes
     mem_desc: bytes
+    device: bool = False
 
 
 class DropPeer(msgspec.Struct, array_like=True, tag=2):
@@ -113,6 +120,7 @@ class DropPeer(msgspec.Struct, array_like=True, tag=2):
 class Job(msgspec.Struct, array_like=True, tag=3):
     """Control -> worker: one batched write; offsets and sizes in bytes, three lists of one length.
 
+    Local offsets count from the start of the pool that the peer is written from.
     event: which event of the borrowed GPU pool must have happened before the pool is read; -1 for none.
     """
 
@@ -207,7 +215,10 @@ class Observing(msgspec.Struct, kw_only=True):
 
 
 class ControlSetup(ChildSetup, kw_only=True):
-    """All that a control process is told; fds are inherited ones."""
+    """All that a control process is told; fds are inherited ones.
+
+    engine moves the host pool, device_engine ("" for none) the GPU pool that gpu_pool describes.
+    """
 
     epoch: str
     incarnation: int
@@ -235,11 +246,13 @@ class ControlSetup(ChildSetup, kw_only=True):
     health_socket: str = ""
     lane_path: str = ""
     device: str = "cpu"
+    device_engine: str = ""
+    gpu_pool: bytes = b""
     observing: Observing = msgspec.field(default_factory=Observing)
 
 
 class WorkerSetup(ChildSetup, kw_only=True):
-    """All that a transfer worker is told. gpu_pool: packed descriptor of the GPU pool to borrow, if any."""
+    """All that a transfer worker is told; engines and gpu_pool as in ControlSetup."""
 
     index: int
     identity: str
@@ -250,6 +263,7 @@ class WorkerSetup(ChildSetup, kw_only=True):
     jobs_endpoint: str
     prefault: bool
     device: str = "cpu"
+    device_engine: str = ""
     gpu_pool: bytes = b""
     trace_folder: str = ""
     epoch: str = ""

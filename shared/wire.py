@@ -94,7 +94,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
     epoch names the receiver's incarnation; pid and host_id (boot id and pid namespace) let a sender on the
     same host lend memory and watch the holder; eager_credit is how many payload bytes may be under way
-    inside Ready notices.
+    inside Ready notices. The device descriptors are those of its GPU pool, empty when it has none.
     """
 
     corr: int
@@ -107,11 +107,15 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
     edges: list[str]
     eager_credit: int
     lease: bool = False
+    device_engine_desc: bytes = b""
+    device_mem_desc: bytes = b""
 
 
 class Pull(msgspec.Struct, array_like=True, tag="pull"):
     """Ask for a payload: landed at dst_offset (length must be right), or lent (lease=True).
 
+    device: dst_offset is one of the receiver's GPU pool. A payload that lies in the other kind of memory is
+    answered with ELSEWHERE.
     epoch and incarnation name the process it is meant for, as its Welcome did; any other answers Stranger.
     So no successor can serve a pull that was given up when its addressee died. "" and 0: whoever gets it.
     """
@@ -123,6 +127,7 @@ class Pull(msgspec.Struct, array_like=True, tag="pull"):
     lease: bool
     epoch: str = ""
     incarnation: int = 0
+    device: bool = False
 
 
 class Audit(msgspec.Struct, array_like=True, tag="audit"):
@@ -180,7 +185,8 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """A payload is there; data holds it whole if it travels eagerly, else it is empty.
 
     offset, if not negative, offers it for reading in place at that offset of the sender's pool: whoever
-    claims it first (see shared.claims), until it is consumed or gone.
+    claims it first (see shared.claims), until it is consumed or gone. device: it lies in GPU memory, and can
+    be had by a landing write only.
     """
 
     key: str
@@ -189,6 +195,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     fast_path: bool
     data: memoryview
     offset: int = -1
+    device: bool = False
 
 
 class Gone(msgspec.Struct, array_like=True, tag="gone"):
@@ -228,7 +235,8 @@ LENGTH = "length"
 REFUSED = "refused"
 FAILED = "failed"
 LOST = "lost"
-STATUSES = (NOT_FOUND, BUSY, LENGTH, REFUSED, FAILED, LOST)
+ELSEWHERE = "elsewhere"
+STATUSES = (NOT_FOUND, BUSY, LENGTH, REFUSED, FAILED, LOST, ELSEWHERE)
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)

@@ -346,9 +346,8 @@ def _damage(dice: random.Random, data: bytes) -> bytes:
     return bytes(damaged[: dice.randint(0, len(damaged))] if dice.random() < 0.4 else damaged)
 
 
-def serve(link: socket.socket) -> None:
-    """Be a host until the test hangs up."""
-    host = Host()
+def serve(link: socket.socket, host: object) -> None:
+    """Carry out the commands of a test, the methods of host, until it hangs up."""
     send(link, ["ready"])
     while True:
         try:
@@ -383,7 +382,7 @@ def nurse(link: socket.socket, engine: str) -> None:
         if child == 0:
             link.close()
             os.environ.update(argument)
-            serve(socket.socket(fileno=sockets[0]))
+            serve(socket.socket(fileno=sockets[0]), Host())
             return
         os.close(sockets[0])
         send(link, [child])
@@ -394,7 +393,7 @@ def main() -> None:
     if len(sys.argv) > 2:
         nurse(link, sys.argv[2])
     else:
-        serve(link)
+        serve(link, Host())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,30 @@ class Rig:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+class Commands:
+    """A process that answers commands: the methods of an object in it."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._link.settimeout(_SECONDS)
+
+    def ask(self, method: str, *arguments: object) -> None:
+        """Send a command whose answer is fetched later."""
+        send(self._link, [method, *arguments])
+
+    def answer(self) -> Any:
+        """Fetch an answer. Raises what the process raised; EOFError if it died."""
+        answer = receive(self._link)
+        if len(answer) == 1:
+            return answer[0]
+        kind, text = answer
+        raise _KNOWN[kind](text) if kind in _KNOWN else HostError(f"{kind}: {text}")
+
+    def __call__(self, method: str, *arguments: object) -> Any:
+        self.ask(method, *arguments)
+        return self.answer()
+
+
 class Nursery:
     """Starts engine processes of a rig, quickly: forks of one that has imported what they need."""
 
@@ -96,7 +120,7 @@ class Nursery:
         self._process.wait()
 
 
-class EngineHost:
+class EngineHost(Commands):
     """An engine process; its commands are the methods of `engine_host.Host`."""
 
     def __init__(
@@ -107,34 +131,18 @@ class EngineHost:
         self.block = Block(block_path)
         environment = {**self.block.environment, **environment}
         if nursery is not None:
-            self.pid, self._link = nursery.start(environment)
+            self.pid, link = nursery.start(environment)
             self._wait = lambda: nursery.wait(self.pid)
         else:
-            process, self._link = _spawn(rig, environment)
+            process, link = _spawn(rig, environment)
             self.pid, self._wait = process.pid, process.wait
-        self._link.settimeout(_SECONDS)
+        super().__init__(link)
         self._status: int | None = None
         try:
             self.answer()
         except BaseException:
             self.kill()
             raise
-
-    def ask(self, method: str, *arguments: object) -> None:
-        """Send a command whose answer is fetched later."""
-        send(self._link, [method, *arguments])
-
-    def answer(self) -> Any:
-        """Fetch an answer. Raises what the process raised; EOFError if it died."""
-        answer = receive(self._link)
-        if len(answer) == 1:
-            return answer[0]
-        kind, text = answer
-        raise _KNOWN[kind](text) if kind in _KNOWN else HostError(f"{kind}: {text}")
-
-    def __call__(self, method: str, *arguments: object) -> Any:
-        self.ask(method, *arguments)
-        return self.answer()
 
     def memory(self, size: int, device: int | None = None, offset: int = 0) -> None:
         """Give it memory of the kind its engine moves; offset: where in its allocation that begins."""
@@ -176,13 +184,37 @@ class EngineHost:
         return self._status
 
 
+class GpuStage(Commands):
+    """A stage process with a connector over GPU memory; its commands are the methods of `gpu_stage.Stage`."""
+
+    def __init__(self, rig: Rig, block_path: Path, runtime: Path) -> None:
+        self.block = Block(block_path)
+        environment = {**self.block.environment, "MORI_MP_RUNTIME_DIR": str(runtime)}
+        if rig.holds:  # emulated
+            hip = Path(rig.environment["LD_LIBRARY_PATH"].partition(os.pathsep)[0]) / hip_build.HIP
+            environment["MORI_MP_GPU_RUNTIME"] = str(hip)
+        stage = replace(rig, python=sys.executable)
+        self.rig = rig
+        self._process, link = _spawn(stage, environment, program="gpu_stage.py")
+        self.pid = self._process.pid
+        super().__init__(link)
+        self.answer()
+
+    def end(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self._process.kill()
+        self._process.wait()
+        self._link.close()
+        self.block.close()
+
+
 def _spawn(
-    rig: Rig, environment: dict[str, str], *arguments: str
+    rig: Rig, environment: dict[str, str], *arguments: str, program: str = "engine_host.py"
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     paths = [str(_ROOT), str(_ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     process = subprocess.Popen(
-        [rig.python, str(_ROOT / "tests" / "engine_host.py"), str(theirs.fileno()), *arguments],
+        [rig.python, str(_ROOT / "tests" / program), str(theirs.fileno()), *arguments],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -30,7 +30,8 @@ class V1Client:
 
     def __init__(self, port: int, pool_bytes: int = 1 << 20) -> None:
         self.pool = Pool.create(pool_bytes, "test-v1")
-        self.engine_desc, self.mem_desc = engines.describe("shm", self.pool)
+        passive = engines.receive("shm", self.pool, {})
+        self.engine_desc, self.mem_desc = passive.engine_desc, passive.mem_desc
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.REQ)
         self.socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)

@@ -60,8 +60,11 @@ class Broker:
         claims: Claims,
         meters: SenderMeters | None = None,
         faults: Faults | None = None,
+        host_bytes: int = 1 << 62,
     ) -> None:
+        """host_bytes: published offsets from there on are those of the GPU pool."""
         self.us = us
+        self._host_bytes = host_bytes
         self.meters = meters if meters is not None else SenderMeters()
         self.faults = faults if faults is not None else Faults("control")
         self.limits = limits
@@ -81,20 +84,24 @@ class Broker:
     # ------------------------------------------------------------------ from the stage
     def publish(self, message: Publish, now: float) -> None:
         """A payload is in the pool; also replayed to us after a predecessor's death."""
-        slot = message.offset // BLOCK
-        lessee = self._board.lessee(slot, message.generation) if message.replayed else 0
-        if message.replayed:
+        slot = message.offset // BLOCK  # of both pools, one after the other; the lease board has the host's
+        device = message.offset >= self._host_bytes
+        lessee = 0
+        if message.replayed and not device:
+            lessee = self._board.lessee(slot, message.generation)
             self.offers.replayed(message.generation)
         actions = self.ledger.publish(
             message.key,
             message.generation,
-            message.offset,
+            message.offset - self._host_bytes if device else message.offset,
             message.size,
             message.fast_path,
             slot,
             now,
             True,
             holder=lessee or None,
+            device=device,
+            event=message.event,
         )
         if lessee and self._board.was_released(slot, message.generation):
             actions += self.ledger.release(message.generation, lessee)
@@ -157,6 +164,10 @@ class Broker:
         session, ended = self.sessions.hello(identity, hello)
         if hello.mem_desc:  # before the old session lets go of the same memory
             session.peer = self.landings.peers.hold(hello.engine_desc, hello.mem_desc)
+        if hello.device_mem_desc:
+            session.device_peer = self.landings.peers.hold(
+                hello.device_engine_desc, hello.device_mem_desc, device=True
+            )
         for old in ended:
             self._end(old)
         self.landings.readdress(hello.epoch, identity)
@@ -250,6 +261,9 @@ class Broker:
     # --------------------------------------------------------------------- deliveries
     def _lend(self, identity: bytes, request: wire.Pull, entry: Entry, since: float) -> None:
         session = self.sessions.get(identity)
+        if entry.device:
+            self.replies.done(identity, request.corr, wire.ELSEWHERE, "it lies in GPU memory", entry)
+            return
         if session is None or not self.us.may_lend(session):
             text = "this sender lends only to its own host"
             self.fault("pull_refused", f"refused a lease: {text}", key=entry.key, peer=identity)
@@ -332,8 +346,9 @@ class Broker:
         self.faults.report(logger, cause, text, key=key, peer=self.sessions.name_of(peer), level=level)
 
     def _end(self, session: Session) -> None:
-        if session.peer is not None:
-            self.landings.peers.release(session.peer)
+        for peer in (session.peer, session.device_peer):
+            if peer is not None:
+                self.landings.peers.release(peer)
 
     def report(self, now: float) -> dict[str, Any]:
         """Describe the state for health(): counts, bytes and seconds."""

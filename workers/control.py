@@ -101,6 +101,7 @@ class ControlLoop:
             Claims(pool.fd),
             self.observer.meters,
             self.observer.faults,
+            pool.size,
         )
         self._lanes: Lanes | None = None
         self._crew = Crew(

@@ -205,7 +205,8 @@ class Crew:
             if job.peer not in member.peers:
                 peer = self._peers[job.peer]
                 member.peers.add(job.peer)
-                self._send(member, messages.AddPeer(job.peer, peer.engine_desc, peer.mem_desc))
+                introduction = messages.AddPeer(job.peer, peer.engine_desc, peer.mem_desc, peer.device)
+                self._send(member, introduction)
             self._send(member, job)
             if self.on_dispatch is not None:
                 self.on_dispatch(job.write_id, now)
@@ -279,6 +280,8 @@ class Crew:
                 identity=member.identity,
                 engine=setup.engine,
                 device=setup.device,
+                device_engine=setup.device_engine,
+                gpu_pool=setup.gpu_pool,
                 trace_folder=setup.observing.trace_folder,
                 epoch=setup.epoch,
                 engine_options=setup.engine_options,

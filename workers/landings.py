@@ -73,12 +73,17 @@ class Landings:
             text = f"the payload has {entry.size} bytes, {request.length} were asked for"
             self._refuse(identity, corr, entry, wire.LENGTH, text)
             return
+        peer: int | None = None
         if isinstance(request, wire.PullRequest):
-            peer = self.peers.lookup(request.engine_desc_packed, request.mem_desc_packed)
-        else:
-            peer = session.peer if session is not None else None
+            peer = self.peers.lookup(request.engine_desc_packed, request.mem_desc_packed, entry.device)
+        elif request.device != entry.device:
+            where = "GPU" if entry.device else "host"
+            self._replies.done(identity, request.corr, wire.ELSEWHERE, f"it lies in {where} memory", entry)
+            return
+        elif session is not None:
+            peer = session.device_peer if entry.device else session.peer
         if peer is None:
-            text = "the receiver's Hello named no memory to land in"
+            text = f"the receiver's Hello named no {'GPU ' if entry.device else ''}memory to land in"
             self._refuse(identity, corr, entry, wire.REFUSED, text)
             return
         if entry.writes >= MAX_WRITES:
@@ -89,7 +94,9 @@ class Landings:
         self.peers.begin(peer)
         epoch = session.epoch if session is not None else None
         self.writes[write_id] = Write(identity, corr, entry, peer, epoch, since)
-        self.dispatcher.submit(Job(write_id, peer, [entry.offset], [request.dst_offset], [entry.size]))
+        self.dispatcher.submit(
+            Job(write_id, peer, [entry.offset], [request.dst_offset], [entry.size], entry.event)
+        )
 
     def dispatched(self, write_id: int, now: float) -> None:
         """A worker has been given a job; told only while there is a trace."""

@@ -128,6 +128,8 @@ class Ledger:
         owned: bool,
         *,
         holder: int | None = None,
+        device: bool = False,
+        event: int = -1,
     ) -> list[Action]:
         """Enter a publication: `size` bytes at `offset` of the pool, `now` in seconds.
 
@@ -156,7 +158,7 @@ class Ledger:
         if occupant is not None:
             raise occupant.illegal(f"PUBLISH of generation {generation} on its slot {slot}")
 
-        entry = Entry(key, generation, offset, size, fast_path, slot, now, owned)
+        entry = Entry(key, generation, offset, size, fast_path, slot, now, owned, device, event)
         if holder:
             self._hold(entry, holder)
         slots[slot] = generation

@@ -234,10 +234,13 @@ class Entry:
     """One publication and where it stands in the table. Callers read it; only the ledger changes it.
 
     offset and size are bytes in the stage's send pool, published_at is monotonic seconds, slot is the index
-    on the lease board. `owned` says whether the connector allocated the range; the ledger only carries it.
+    on the lease board. The ledger only carries `owned` (whether the connector allocated the range), `device`
+    (whether it lies in the GPU pool) and `event` (which event of that it is complete behind, -1 for none).
     """
 
     __slots__ = (
+        "device",
+        "event",
         "failures",
         "fast_path",
         "generation",
@@ -265,7 +268,11 @@ class Entry:
         slot: int,
         published_at: float,
         owned: bool,
+        device: bool = False,
+        event: int = -1,
     ) -> None:
+        self.device = device
+        self.event = event
         self.key = key
         self.generation = generation
         self.offset = offset

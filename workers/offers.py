@@ -62,6 +62,10 @@ class Offers:
     def notice(self, session: Session, entry: Entry, alone: bool) -> wire.Ready:
         """Make the notice for one receiver; with bytes or an offer only if nobody else listens."""
         data, offset = _NOTHING, -1
+        if entry.device:
+            return wire.Ready(
+                entry.key, entry.generation, entry.size, entry.fast_path, data, offset, device=True
+            )
         eager = alone and entry.size <= self._eager_bytes
         if eager and is_lane(session.identity):
             # A raw payload is handed out in a pool's memory anyway, and copying more costs more than a claim.

@@ -1,8 +1,9 @@
 """Receivers' memory that workers have registered, by small ids. Pure bookkeeping, no sockets.
 
-A peer is a pair of packed descriptors. v2 receivers hold theirs for as long as their session lasts; v1
-receivers send theirs with every pull, so an unheld peer is kept while it is being used and a while after:
-a registration costs more than a small write, yet it also keeps a dead receiver's memory mapped.
+A peer is a pair of packed descriptors, and which pool of the stage it is written from. v2 receivers hold
+theirs for as long as their session lasts; v1 receivers send theirs with every pull, so an unheld peer is kept
+while it is being used and a while after: a registration costs more than a small write, yet it also keeps a
+dead receiver's memory mapped.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ MAX_PEERS = 2048
 class Peer:
     """One registered remote memory."""
 
-    __slots__ = ("engine_desc", "idle_since", "mem_desc", "peer", "sessions", "writes")
+    __slots__ = ("device", "engine_desc", "idle_since", "mem_desc", "peer", "sessions", "writes")
 
-    def __init__(self, peer: int, engine_desc: bytes, mem_desc: bytes) -> None:
+    def __init__(self, peer: int, engine_desc: bytes, mem_desc: bytes, device: bool) -> None:
         self.peer = peer
         self.engine_desc = engine_desc
         self.mem_desc = mem_desc
+        self.device = device
         self.sessions = 0
         self.writes = 0
         self.idle_since = 0.0
@@ -29,7 +31,7 @@ class Peers:
     """All peers of one control process, and those that workers must forget."""
 
     def __init__(self) -> None:
-        self._by_desc: dict[tuple[bytes, bytes], Peer] = {}
+        self._by_desc: dict[tuple[bytes, bytes, bool], Peer] = {}
         self._by_id: dict[int, Peer] = {}
         self._next = 1
         self.forgotten: list[int] = []
@@ -40,20 +42,20 @@ class Peers:
     def __getitem__(self, peer: int) -> Peer:
         return self._by_id[peer]
 
-    def lookup(self, engine_desc: bytes, mem_desc: bytes) -> int | None:
+    def lookup(self, engine_desc: bytes, mem_desc: bytes, device: bool = False) -> int | None:
         """Return the id for a pair of descriptors; None when there are too many peers."""
-        desc = (engine_desc, mem_desc)
+        desc = (engine_desc, mem_desc, device)
         found = self._by_desc.get(desc)
         if found is None:
             if len(self._by_id) >= MAX_PEERS:
                 return None
-            found = self._by_desc[desc] = self._by_id[self._next] = Peer(self._next, engine_desc, mem_desc)
+            found = self._by_desc[desc] = self._by_id[self._next] = Peer(self._next, *desc)
             self._next += 1
         return found.peer
 
-    def hold(self, engine_desc: bytes, mem_desc: bytes) -> int | None:
+    def hold(self, engine_desc: bytes, mem_desc: bytes, device: bool = False) -> int | None:
         """As lookup(), and keep it until release()."""
-        peer = self.lookup(engine_desc, mem_desc)
+        peer = self.lookup(engine_desc, mem_desc, device)
         if peer is not None:
             self._by_id[peer].sessions += 1
         return peer
@@ -82,5 +84,5 @@ class Peers:
     def _forget_unused(self, found: Peer) -> None:
         if not found.sessions and not found.writes:
             del self._by_id[found.peer]
-            del self._by_desc[found.engine_desc, found.mem_desc]
+            del self._by_desc[found.engine_desc, found.mem_desc, found.device]
             self.forgotten.append(found.peer)

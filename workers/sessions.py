@@ -18,9 +18,20 @@ MAX_CREDIT_BYTES = 16 << 20
 
 
 class Session:
-    """One receiver. Sizes and credit are bytes."""
+    """One receiver. Sizes and credit are bytes. peer, device_peer: the ids of its host and GPU memory."""
 
-    __slots__ = ("credit", "eager", "edges", "epoch", "host_id", "identity", "lease", "peer", "pid")
+    __slots__ = (
+        "credit",
+        "device_peer",
+        "eager",
+        "edges",
+        "epoch",
+        "host_id",
+        "identity",
+        "lease",
+        "peer",
+        "pid",
+    )
 
     def __init__(self, identity: bytes, hello: Hello) -> None:
         self.identity = identity
@@ -32,6 +43,7 @@ class Session:
         self.credit = min(hello.eager_credit, MAX_CREDIT_BYTES)
         self.eager: dict[int, int] = {}
         self.peer: int | None = None
+        self.device_peer: int | None = None
 
     def take_credit(self, generation: int, size: int) -> bool:
         """Reserve credit for an eager payload; False when there is too little left, or it was sent already.

@@ -1,8 +1,9 @@
 """A transfer worker: takes jobs from its control process, has its engine move the bytes, tells the end.
 
-One thread, one engine, one DEALER socket. While transfers are under way it polls them, first back to back and
-then with growing pauses inside the wait for new jobs, because every completion call that blocks (Mori's Wait
-and WaitFor) costs more than it saves. With nothing under way it sleeps in poll().
+One thread, one DEALER socket, one engine over the stage's host pool and, where it has a GPU pool, one over
+that. While transfers are under way it polls them, first back to back and then with growing pauses inside the
+wait for new jobs, because every completion call that blocks (Mori's Wait and WaitFor) costs more than it
+saves. With nothing under way it sleeps in poll().
 
     control --AddPeer, Job--> worker --engine.submit--> bytes at the peer --JobDone--> control
 """
@@ -62,6 +63,7 @@ class TransferWorker:
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.connect(setup.jobs_endpoint)
         self._borrowed: BorrowedPool | None = None
+        self._peers: dict[int, Engine] = {}  # which engine writes to each
         self._refused_peers: dict[int, str] = {}
         self._under_way: list[_UnderWay] = []
         self._prefaulted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -77,12 +79,16 @@ class TransferWorker:
     def run(self) -> None:
         """Serve until told to stop or cut off."""
         setup = self._setup
+        loaded: list[Engine] = []
         try:
-            if setup.gpu_pool:
+            loaded.append(engines.load(setup.engine, self._pool, setup.engine_options))
+            if setup.device_engine:
                 self._borrowed = BorrowedPool(setup.gpu_pool)  # until this process exits
-            memory = self._pool if self._borrowed is None else self._borrowed.memory
-            engine = engines.load(setup.engine, memory, setup.engine_options)
+                device = engines.load(setup.device_engine, self._borrowed.memory, setup.engine_options)
+                loaded.append(device)
         except MoriMPError as exc:
+            for engine in loaded:
+                engine.close()
             self._tell(messages.WorkerFailed(setup.index, str(exc)))
             self._socket.close()
             os.close(self._prefaulted)
@@ -90,15 +96,12 @@ class TransferWorker:
         prefaulting: threading.Thread | None = None
         try:
             cpus = pin_self(None)
-            self._tell(
-                messages.WorkerReady(
-                    setup.index, os.getpid(), format_cpulist(cpus), engine.name, engine.depth
-                )
-            )
+            name, depth = "+".join(engine.name for engine in loaded), max(one.depth for one in loaded)
+            self._tell(messages.WorkerReady(setup.index, os.getpid(), format_cpulist(cpus), name, depth))
             logger.info(
                 startup_line(
                     "worker",
-                    engine=engine.name,
+                    engine=name,
                     device=setup.device,
                     cpus=cpus,
                     endpoint=setup.jobs_endpoint,
@@ -108,18 +111,20 @@ class TransferWorker:
             if setup.prefault:
                 prefaulting = threading.Thread(target=self._prefault, name="mori-mp-prefault", daemon=True)
                 prefaulting.start()
-            self._serve(engine)
+            self._serve(loaded)
         finally:
             if prefaulting is not None:
                 prefaulting.join()
             self._under_way.clear()
-            engine.close()
+            for engine in loaded:
+                engine.close()
             self._socket.close()
             os.close(self._prefaulted)
             if self._tracer is not None:
                 self._tracer.close()
 
-    def _serve(self, engine: Engine) -> None:
+    def _serve(self, loaded: list[Engine]) -> None:
+        """Serve with the engine over the host pool and, if there is one, the engine over the GPU pool."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._lifeline, zmq.POLLIN)
@@ -134,7 +139,7 @@ class TransferWorker:
                 self._tracer.flush()
             for source, _ in events:
                 if source is self._socket:
-                    self._take(engine)
+                    self._take(loaded)
                 elif source == self._prefaulted:
                     os.eventfd_read(self._prefaulted)
                     self._tell(PoolBacked(self._prefault_error))
@@ -144,7 +149,7 @@ class TransferWorker:
                     self._under_way.clear()
             idle_polls = 0 if self._reap() else idle_polls + 1
 
-    def _take(self, engine: Engine) -> None:
+    def _take(self, loaded: list[Engine]) -> None:
         """Take every message that has come."""
         while True:
             try:
@@ -155,18 +160,21 @@ class TransferWorker:
                 logger.exception("undecodable message from the control process")
                 continue
             if isinstance(message, Job):
-                self._submit(engine, message)
+                self._submit(message)
             elif isinstance(message, AddPeer):
-                self._add_peer(engine, message)
+                self._add_peer(loaded[-1] if message.device else loaded[0], message)
             elif isinstance(message, DropPeer):
                 self._refused_peers.pop(message.peer, None)
-                engine.drop_peer(message.peer)
+                engine = self._peers.pop(message.peer, None)
+                if engine is not None:
+                    engine.drop_peer(message.peer)
             elif isinstance(message, Stop):
                 self._stop = True
 
     def _add_peer(self, engine: Engine, message: AddPeer) -> None:
         try:
             engine.add_peer(message.peer, message.engine_desc, message.mem_desc)
+            self._peers[message.peer] = engine
         except MoriMPError as exc:
             logger.error("receiver memory cannot be registered: %s", exc)
             self._refused_peers[message.peer] = str(exc)
@@ -174,10 +182,11 @@ class TransferWorker:
             logger.exception("receiver memory cannot be registered")
             self._refused_peers[message.peer] = f"{type(exc).__name__}: {exc}"
 
-    def _submit(self, engine: Engine, job: Job) -> None:
+    def _submit(self, job: Job) -> None:
         started = time.monotonic_ns()
-        refused = self._refused_peers.get(job.peer)
-        if refused is not None:
+        engine = self._peers.get(job.peer)
+        if engine is None:
+            refused = self._refused_peers.get(job.peer, f"peer {job.peer} is not registered")
             self._tell(JobDone(job.write_id, refused, 0))
             return
         try:

@@ -21,12 +21,6 @@ _MODULES = {
     "shm": "mori_mp.workers.engines.shm",
     "xgmi": "mori_mp.workers.engines.mori",
 }
-_FOR_CONNECTORS = ("shm",)
-
-
-def available() -> list[str]:
-    """List the engines that a connector of this version can run; it lends its workers host pools only."""
-    return sorted(_FOR_CONNECTORS)
 
 
 def load(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> Engine:
@@ -38,14 +32,6 @@ def load(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> Engi
 def receive(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> Passive:
     """Make a pool reachable for the writes of an engine's peers. Raises EngineUnavailable or ConfigError."""
     return cast(Passive, _module(name).receive(name, memory, options))
-
-
-def describe(name: str, pool: Pool) -> tuple[bytes, bytes]:
-    """Return the packed (engine descriptor, memory descriptor) of a pool that needs nothing kept alive."""
-    module = _module(name)
-    if not hasattr(module, "describe"):
-        raise EngineUnavailable(f"engine {name!r} needs a passive side in the receiving stage; use receive()")
-    return cast("tuple[bytes, bytes]", module.describe(pool))
 
 
 def _module(name: str) -> Any:

@@ -1,0 +1,60 @@
+"""What a connector asks torch about a GPU. The tests put an emulated GPU in its place.
+
+torch calls every GPU `cuda`, AMD's too, and numbers those that this process sees as the GPU runtime does. A
+stream is the runtime's handle, as an int; 0 is the default stream of the current device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mori_mp.shared.errors import EngineUnavailable
+
+
+class Accelerator:
+    """torch's own view of the GPUs."""
+
+    def number(self, device: str) -> int:
+        """Return the number of a device such as `cuda` (the current one) or `cuda:1`.
+
+        Raises EngineUnavailable when this process sees no such GPU.
+        """
+        if not torch.cuda.is_available():
+            raise EngineUnavailable(
+                f"memory_pool_device={device}: torch {torch.__version__} sees no GPU in this process; check "
+                f"the driver, *_VISIBLE_DEVICES, and that this torch is a CUDA or ROCm build"
+            )
+        named = device.partition(":")[2]
+        number = int(named) if named else torch.cuda.current_device()
+        if number >= torch.cuda.device_count():
+            raise EngineUnavailable(
+                f"memory_pool_device={device}: this process sees {torch.cuda.device_count()} GPU(s); check "
+                f"*_VISIBLE_DEVICES"
+            )
+        return number
+
+    def allocate(self, size: int, number: int) -> torch.Tensor:
+        """Return size bytes of a GPU's memory, 1-D uint8. Raises torch.OutOfMemoryError."""
+        return torch.empty(size, dtype=torch.uint8, device=f"cuda:{number}")
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor lies in GPU memory."""
+        return tensor.is_cuda
+
+    def stream(self, number: int) -> int:
+        """Return the calling thread's current stream of a GPU."""
+        return int(torch.cuda.current_stream(number).cuda_stream)
+
+    @contextmanager
+    def reading(self, source: torch.Tensor, number: int) -> Iterator[None]:
+        """Enclose work enqueued on a GPU that reads a tensor, perhaps another GPU's, after what fills it."""
+        if source.device.index == number:
+            yield
+            return
+        here, there = torch.cuda.current_stream(number), torch.cuda.current_stream(source.device)
+        here.wait_stream(there)
+        yield
+        there.wait_stream(here)  # its memory may be handed out again on its own stream

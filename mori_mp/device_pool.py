@@ -1,0 +1,229 @@
+"""A connector's GPU pool: memory that the stage owns, its workers borrow and its senders write into.
+
+The memory is one torch allocation. To send, `lend()` exports it with a ring of events, and `put()` enqueues
+the copy of a payload on the caller's stream and an event behind it: nothing is waited for, and no call gives
+up the GIL. The worker that writes the payload to its receiver waits for the event first. To receive,
+`receive()` registers the memory with the engine's passive side, for as long as the pool lives.
+
+A received buffer may still be read by kernels that are enqueued when its owner lets go of it. So its slot is
+free only when an event has happened that is recorded on the owner's current stream at that moment. Kernels on
+other streams are the owner's to wait for, as with any torch tensor.
+
+    put():   [ tensor ] --copy--> [ slot ]  event ~ ~ ~> worker --write--> [ slot of another stage's pool ]
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mori_mp.accelerator import Accelerator
+from mori_mp.shared.errors import EngineUnavailable
+from mori_mp.shared.pool import BLOCK
+from mori_mp.slots import Slots
+from mori_mp.workers import engines
+from mori_mp.workers.engines import gpu_runtime, mori_api
+from mori_mp.workers.engines.base import LocalMemory, Passive
+from mori_mp.workers.engines.gpu_pool import LentPool
+from mori_mp.workers.engines.gpu_runtime import GpuError
+
+logger = logging.getLogger(__name__)
+
+EVENTS = 64
+"""Puts whose copies may be under way at once without a wait for the oldest."""
+
+_never_freed: list[tuple[torch.Tensor, Passive | None]] = []
+"""Memory of closed pools that a late write may still reach, with its registration."""
+
+
+class DevicePool:
+    """See the module's docstring. Thread-safe; sizes and offsets in bytes.
+
+    Raises EngineUnavailable when there is no such GPU or not that much memory on it.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        device: str,
+        engine: str,
+        options: dict[str, Any],
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self._accelerator = accelerator if accelerator is not None else Accelerator()
+        self._engine = engine
+        self._options = options
+        self.number = number = self._accelerator.number(device)
+        self.size = size // BLOCK * BLOCK
+        try:
+            self.tensor = self._accelerator.allocate(self.size, number)
+        except torch.OutOfMemoryError as exc:
+            raise EngineUnavailable(
+                f"memory_pool_size={size} bytes do not fit on GPU {number}: {exc}. Lower memory_pool_size, "
+                f"or leave the model less memory (gpu_memory_utilization)"
+            ) from exc
+        self.address = self.tensor.data_ptr()
+        self.memory = LocalMemory(self.address, self.size, number)
+        kind = "hip" if engine in mori_api.BACKENDS else ""
+        self._waiting = gpu_runtime.load(kind)
+        self._runtime = gpu_runtime.load(self._waiting.kind, self._waiting.path, keep_gil=True)
+        self.slots = DeviceSlots(self)
+        self._lent: LentPool | None = None
+        self._passive: Passive | None = None
+        self._next_event = 0
+        self._lock = threading.Lock()
+
+    def lend(self) -> bytes:
+        """Export memory and events; returns the packed descriptor for workers. Raises EngineUnavailable."""
+        with self._lock, self._current():
+            if self._lent is None:
+                self._lent = LentPool(self._runtime, self.memory, EVENTS)
+            return self._lent.descriptor.pack()
+
+    def receive(self) -> tuple[bytes, bytes]:
+        """Let peers write into the pool; returns the packed engine and memory descriptors.
+
+        Raises EngineUnavailable, ConfigError.
+        """
+        with self._lock, self._current():
+            if self._passive is None:
+                self._passive = engines.receive(self._engine, self.memory, self._options)
+            return self._passive.engine_desc, self._passive.mem_desc
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor lies in GPU memory, this one's or another's."""
+        return self._accelerator.holds(tensor)
+
+    # ---------------------------------------------------------------------------- sending
+    def copy_in(self, offset: int, tensors: list[tuple[int, torch.Tensor]]) -> int:
+        """Enqueue copies of contiguous GPU tensors to places within a slot; returns the event behind them.
+
+        tensors: (bytes from the slot's start, tensor). The copies run on the caller's current stream of the
+        pool's GPU, after what fills the tensors on theirs. Raises GpuError.
+        """
+        with self._lock, self._current():
+            event = self._free_event()
+            stream = self._accelerator.stream(self.number)
+            for place, tensor in tensors:
+                target = self.address + offset + place
+                with self._accelerator.reading(tensor, self.number):
+                    self._runtime.memcpy_async(target, tensor.data_ptr(), tensor.nbytes, stream)
+            self._record(event, stream)
+            return event
+
+    def mark(self) -> int:
+        """Return an event behind what is now enqueued on the caller's current stream of the pool's GPU."""
+        with self._lock, self._current():
+            event = self._free_event()
+            self._record(event, self._accelerator.stream(self.number))
+            return event
+
+    def _record(self, event: int, stream: int) -> None:
+        assert self._lent is not None
+        self._runtime.event_record(self._lent.events[event].handle, stream)
+
+    def _free_event(self) -> int:
+        """Return the number of an event whose last record has happened; the next in turn, as a rule.
+
+        One that has not happened must not be recorded again: its payload would be written too early if the
+        new record happened first.
+        """
+        assert self._lent is not None
+        events = self._lent.events
+        for step in range(EVENTS):
+            number = (self._next_event + step) % EVENTS
+            if events[number].query():
+                break
+        else:
+            number = self._next_event
+            self._waiting.event_synchronize(events[number].handle)
+        self._next_event = (number + 1) % EVENTS
+        return number
+
+    # -------------------------------------------------------------------------- receiving
+    def last_read(self) -> int:
+        """Return a new event behind the caller's current stream; `happened()` ends it."""
+        with self._current():
+            event = self._runtime.event_create()
+            self._runtime.event_record(event, self._accelerator.stream(self.number))
+            return event
+
+    def happened(self, event: int) -> bool:
+        """Tell whether an event of `last_read()` has happened, and destroy it if so."""
+        if not self._runtime.event_query(event):
+            return False
+        self._runtime.event_destroy(event)
+        return True
+
+    # -------------------------------------------------------------------------------- end
+    def close(self, late_writes: bool) -> None:
+        """Let go of everything; the memory goes with the last buffer on it. Idempotent.
+
+        late_writes: a sender may still write into it, so the memory is kept until this process ends.
+        """
+        with self._lock:
+            passive, self._passive = self._passive, None
+            lent, self._lent = self._lent, None
+            if late_writes and hasattr(self, "tensor"):
+                logger.warning("%d bytes of GPU memory are kept: a sender may still write there", self.size)
+                _never_freed.append((self.tensor, passive))
+                passive = None
+            with self._current():
+                if passive is not None:
+                    passive.close()
+                if lent is not None:
+                    lent.close()
+            self.__dict__.pop("tensor", None)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Make the pool's GPU the thread's current one for a moment, for default streams and new events."""
+        before = self._runtime.current_device()
+        if before == self.number:
+            yield
+            return
+        self._runtime.set_device(self.number)
+        try:
+            yield
+        finally:
+            self._runtime.set_device(before)
+
+
+class DeviceSlots(Slots):
+    """The slots of a GPU pool."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        super().__init__(pool.size)
+        self._pool = pool
+        self._being_read: deque[tuple[int, int]] = deque()  # (event, offset)
+
+    def give_back_read(self, offset: int) -> None:
+        """Remove an owner once what is now enqueued on the caller's stream has read the slot.
+
+        Safe in a finalizer.
+        """
+        try:
+            event = self._pool.last_read()
+        except GpuError as exc:  # the context is lost: nothing reads any more, and nothing can be written
+            logger.error("a GPU buffer cannot be ordered behind its readers: %s", exc)
+            self.give_back(offset)
+            return
+        self._being_read.append((event, offset))
+
+    def collect(self) -> None:
+        for _ in range(len(self._being_read)):
+            try:
+                event, offset = self._being_read.popleft()
+            except IndexError:
+                break
+            if self._pool.happened(event):
+                self.give_back(offset)
+            else:
+                self._being_read.append((event, offset))
+        super().collect()

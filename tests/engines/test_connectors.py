@@ -1,0 +1,255 @@
+"""Whole connectors over GPU memory: stages, control processes, workers; the bytes that arrive, and where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import zlib
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from connector_support import eventually, short_directory
+from engine_host import pattern
+from engine_rig import MB, GpuStage, Rig
+
+CONFIG: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "memory_pool_size": 8 * MB,
+    "host_pool_size": 4 * MB,
+    "num_transfer_workers": 1,
+    "prefault": False,
+    "pin": "off",
+    "restart_limit": 1000,
+    "prestart": False,
+}
+_numbers = count()
+
+
+def crc(seed: int, size: int) -> int:
+    return zlib.crc32(pattern(seed, size))
+
+
+class Stages:
+    """Stage processes of one rig that end together."""
+
+    def __init__(self, rig: Rig, blocks: Path, runtime: Path) -> None:
+        self.rig = rig
+        self._blocks = blocks
+        self._runtime = runtime
+        self._made: list[GpuStage] = []
+
+    def bare(self) -> GpuStage:
+        stage = GpuStage(self.rig, self._blocks / f"stage-{next(_numbers)}", self._runtime)
+        self._made.append(stage)
+        return stage
+
+    def make(self, device: int, **config: Any) -> tuple[GpuStage, int]:
+        """Make a stage with its pool on the sender's (0) or the receiver's (1) device; returns its port."""
+        stage = self.bare()
+        settings = {**CONFIG, "backend_type": self.rig.engine, **config}
+        return stage, stage("make", settings, self.rig.devices[device])
+
+    def pair(self, **config: Any) -> tuple[GpuStage, GpuStage]:
+        sender, port = self.make(0, role="sender", zmq_port=0, stage_id=0, **config)
+        upstream = {"sender_host": "127.0.0.1", "sender_zmq_port": port}
+        receiver, _ = self.make(
+            1, role="receiver", stage_id=1, from_stage=0, to_stage=1, **upstream, **config
+        )
+        return sender, receiver
+
+    def end(self) -> None:
+        for stage in self._made:
+            stage.end()
+
+
+@pytest.fixture(scope="module")
+def stages_rig(gpu_rig: Rig) -> Rig:
+    if gpu_rig.name == "xgmi":
+        pytest.skip("the emulated wheel is for CPython 3.10, without torch: no stage of it can receive")
+    return gpu_rig
+
+
+@pytest.fixture
+def stages(stages_rig: Rig, blocks: Path) -> Iterator[Stages]:
+    with short_directory() as runtime:
+        stages = Stages(stages_rig, blocks, runtime)
+        yield stages
+        stages.end()
+
+
+@pytest.fixture(scope="module")
+def shared_stages(stages_rig: Rig, blocks: Path) -> Iterator[tuple[GpuStage, GpuStage]]:
+    with short_directory() as runtime:
+        stages = Stages(stages_rig, blocks, runtime)
+        yield stages.pair()
+        stages.end()
+
+
+def children(stage: GpuStage, role: str) -> list[psutil.Process]:
+    """List the stage's control process or its workers."""
+    found = psutil.Process(stage.pid).children(recursive=True)
+    return [child for child in found if role in child.cmdline()]
+
+
+def used(stage: GpuStage, pool: str = "device_pool") -> int:
+    return int(stage("health")[pool]["used_bytes"])
+
+
+@pytest.mark.parametrize("size", [1, 4096, 100_001, 3 * MB])
+@pytest.mark.parametrize("told", [True, False], ids=["metadata", "key alone"])
+def test_a_gpu_tensor_arrives_on_the_receivers_gpu(
+    shared_stages: tuple[GpuStage, GpuStage], size: int, told: bool
+) -> None:
+    sender, receiver = shared_stages
+    key = f"tensor-{size}-{told}"
+    sender("tensor", key, size, size)
+    ok, put, metadata = sender("put", key, key)
+    assert (ok, put, metadata["is_fast_path"]) == (True, size, True)
+    found = receiver("get", key, metadata if told else None, 10.0)
+    assert found == {"size": size, "digest": crc(size, size), "on_device": True}
+    receiver("release", key)
+    sender("collect")
+    eventually(lambda: used(sender) == 0 and used(receiver) == 0, "slots free")
+
+
+def test_complete_metadata_finds_a_gpu_payload_without_a_notice(stages: Stages) -> None:
+    """A receiver that has never heard of the edge asks for a lease first, and is told where it lies."""
+    sender, port = stages.make(0, role="sender", zmq_port=0, stage_id=0)
+    sender("tensor", "x", 5, 70_000)
+    _, _, metadata = sender("put", "k", "x")
+    receiver, _ = stages.make(1, role="receiver", stage_id=1)
+    assert metadata["source_port"] == port
+    found = receiver("get_now", "k", metadata)
+    assert found == {"size": 70_000, "digest": crc(5, 70_000), "on_device": True}
+
+
+def test_host_payloads_never_touch_the_gpu_pools(shared_stages: tuple[GpuStage, GpuStage]) -> None:
+    sender, receiver = shared_stages
+    landed = sender("health")["sender"]["counters"]["landed"]
+    for size in (100, 300_000):
+        _, _, metadata = sender("put_bytes", f"host-{size}", 3, size)
+        assert used(sender) == 0
+        found = receiver("get", f"host-{size}", metadata, 10.0)
+        assert found == {"size": size, "digest": crc(3, size), "on_device": False}
+        assert used(receiver) == 0
+        receiver("release", f"host-{size}")
+    assert sender("health")["sender"]["counters"]["landed"] == landed
+
+
+def test_a_strided_view_is_sent_in_order(shared_stages: tuple[GpuStage, GpuStage]) -> None:
+    sender, receiver = shared_stages
+    if sender.rig.holds:
+        pytest.skip("torch makes the contiguous copy in memory that the emulated GPU does not have")
+    sender("tensor", "strided", 8, 10_000)
+    _, size, metadata = sender("put_view", "strided", "strided", 1, 3)
+    expected = pattern(8, 10_000)[1::3]
+    found = receiver("get", "strided", metadata, 10.0)
+    assert found == {"size": size, "digest": zlib.crc32(expected), "on_device": True}
+    receiver("release", "strided")
+
+
+def test_a_payload_is_written_after_its_copy(stages: Stages) -> None:
+    """put() waits for nothing; the worker waits for the event."""
+    if not stages.rig.holds:
+        pytest.skip("only the emulated runtime can hold copies back")
+    sender, receiver = stages.pair()
+    sender("tensor", "x", 6, 50_000)
+    sender.block["hold"] = 1
+    _, _, metadata = sender("put", "k", "x")
+    assert receiver("get", "k", metadata, 0.3) is None
+    sender.block["hold"] = 0
+    found = receiver("get", "k", metadata, 10.0)
+    assert found == {"size": 50_000, "digest": crc(6, 50_000), "on_device": True}
+
+
+def test_more_puts_at_once_than_events(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    sender("tensor", "x", 7, 4096)
+    metadata = {key: sender("put", key, "x")[2] for key in map(str, range(200))}
+    for key, told in metadata.items():
+        found = receiver("get", key, told, 10.0)
+        assert found is not None
+        assert found["digest"] == crc(7, 4096)
+        receiver("release", key)
+
+
+def test_cleanup_gives_the_slot_back(stages: Stages) -> None:
+    sender, _ = stages.pair()
+    sender("tensor", "x", 9, MB)
+    sender("put", "k", "x")
+    assert used(sender) == MB
+    sender("cleanup", "k")
+    eventually(lambda: used(sender) == 0, "slot free")
+
+
+def test_a_full_pool_is_an_error_that_passes(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    sender("tensor", "x", 10, 5 * MB)
+    _, _, metadata = sender("put", "first", "x")
+    assert sender("put", "second", "x") == [False, 0, None]
+    assert sender("health")["put_pool_exhausted"] == 1
+    assert receiver("get", "first", metadata, 10.0)["digest"] == crc(10, 5 * MB)
+    assert sender("put", "second", "x")[0]
+
+
+def test_a_received_buffer_is_sent_on_without_a_copy(stages: Stages) -> None:
+    first, port = stages.make(0, role="sender", zmq_port=0, stage_id=0)
+    upstream = {"sender_host": "127.0.0.1", "sender_zmq_port": port, "from_stage": 0, "to_stage": 1}
+    middle, onward = stages.make(1, role="dual", zmq_port=0, stage_id=1, **upstream)
+    last, _ = stages.make(0, role="receiver", stage_id=2)
+    first("tensor", "x", 11, MB)
+    _, _, metadata = first("put", "k", "x")
+    assert middle("get", "k", metadata, 10.0)["digest"] == crc(11, MB)
+    _, _, metadata = middle("put_held", "k", "k", "1_2")
+    assert metadata["source_port"] == onward
+    assert used(middle) == MB
+    middle("release", "k")
+    assert last("get", "k", metadata, 10.0, "1_2") == {"size": MB, "digest": crc(11, MB), "on_device": True}
+
+
+def test_a_receiver_without_a_gpu_pool_says_so(stages: Stages) -> None:
+    sender, port = stages.make(0, role="sender", zmq_port=0, stage_id=0)
+    host = {"memory_pool_device": "cpu", "backend_type": "shm"}
+    receiver, _ = stages.make(1, role="receiver", stage_id=1, **host)
+    sender("tensor", "x", 12, 4096)
+    _, _, metadata = sender("put", "k", "x")
+    assert metadata["source_port"] == port
+    assert receiver("get_now", "k", metadata) is None
+    health = receiver("health")
+    assert health["receiver"]["counters"]["errors"] == 1
+    assert "set memory_pool_device: cuda" in str(health["faults"])
+    assert receiver("get_now", "k", metadata) is None  # and the payload is still there for one that can
+
+
+@pytest.mark.parametrize("role", ["worker", "control"])
+def test_a_killed_child_costs_no_payload(stages: Stages, role: str) -> None:
+    sender, receiver = stages.pair()
+    sender("tensor", "x", 13, 2 * MB)
+    for number in range(3):
+        if stages.rig.holds:
+            sender.block["latency_us"] = 50_000
+        _, _, metadata = sender("put", f"k{number}", "x")
+        receiver.ask("get", f"k{number}", metadata, 20.0)
+        for child in children(sender, role):
+            os.kill(child.pid, signal.SIGKILL)
+        assert receiver.answer() == {"size": 2 * MB, "digest": crc(13, 2 * MB), "on_device": True}
+        receiver("release", f"k{number}")
+        sender.block["latency_us"] = 0
+        eventually(lambda: children(sender, role), "child back")
+
+
+def test_a_stage_that_closes_leaves_nothing(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    sender("tensor", "x", 14, MB)
+    _, _, metadata = sender("put", "k", "x")
+    assert receiver("get", "k", metadata, 10.0)["digest"] == crc(14, MB)
+    receiver("close")
+    assert receiver("digest", "k") == crc(14, MB)  # a buffer in use outlives its connector
+    receiver("release", "k")
+    sender("close")
+    for stage in (sender, receiver):
+        eventually(lambda stage=stage: not psutil.Process(stage.pid).children(), "children gone")

@@ -1,0 +1,178 @@
+"""A stage process with a connector over GPU memory, at the command of a test; see `engine_host.serve`.
+
+Where the GPU runtime is the emulated one, which MORI_MP_GPU_RUNTIME then names, torch does not know its
+memory: tensors are CPU tensors over it, and `EmulatedAccelerator` tells the connector which they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from engine_host import pattern, serve
+
+from mori_mp import MoriTransferEngineConnector, device_pool
+from mori_mp.accelerator import Accelerator
+from mori_mp.managed import ManagedBuffer
+from mori_mp.workers.engines import gpu_runtime
+
+
+class EmulatedAccelerator(Accelerator):
+    """The GPUs of the emulated HIP runtime."""
+
+    def __init__(self) -> None:
+        self._runtime = gpu_runtime.load()
+        self._streams: dict[int, int] = {}
+
+    def number(self, device: str) -> int:
+        return int(device.partition(":")[2] or 0)
+
+    def allocate(self, size: int, number: int) -> torch.Tensor:
+        self._runtime.set_device(number)
+        address = self._runtime.malloc(size)
+        return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return self._runtime.pointer_device(tensor.data_ptr()) is not None
+
+    def stream(self, number: int) -> int:
+        if number not in self._streams:
+            self._runtime.set_device(number)
+            self._streams[number] = self._runtime.stream_create()
+        return self._streams[number]
+
+    @contextmanager
+    def reading(self, source: torch.Tensor, number: int) -> Iterator[None]:
+        yield
+
+
+class Stage:
+    """The commands. Tensors and buffers stay here, by name."""
+
+    def __init__(self) -> None:
+        if os.environ.get("MORI_MP_GPU_RUNTIME"):
+            device_pool.Accelerator = EmulatedAccelerator  # type: ignore[misc]
+        self._accelerator = device_pool.Accelerator()
+        self._connector: MoriTransferEngineConnector | None = None
+        self._device = 0
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._held: dict[str, Any] = {}
+
+    def make(self, config: dict[str, Any], device: int) -> int:
+        """Make the connector, its pool on a device; returns its port."""
+        self._device = device
+        self._connector = MoriTransferEngineConnector({"memory_pool_device": f"cuda:{device}", **config})
+        return self._connector.zmq_port or 0
+
+    def tensor(self, name: str, seed: int, size: int, device: int = -1) -> None:
+        """Have a GPU tensor with a pattern."""
+        tensor = self._accelerator.allocate(size, self._device if device < 0 else device)
+        tensor.copy_(torch.frombuffer(bytearray(pattern(seed, size)), dtype=torch.uint8))
+        self._tensors[name] = tensor
+
+    def put(self, key: str, name: str, edge: str = "0_1") -> list[Any]:
+        """Put a GPU tensor."""
+        return list(self._ours().put(*edge.split("_"), key, self._tensors[name]))
+
+    def put_view(self, key: str, name: str, start: int, step: int) -> list[Any]:
+        """Put a strided view of a GPU tensor."""
+        return list(self._ours().put("0", "1", key, self._tensors[name][start::step]))
+
+    def put_bytes(self, key: str, seed: int, size: int) -> list[Any]:
+        """Put host bytes."""
+        return list(self._ours().put("0", "1", key, pattern(seed, size)))
+
+    def put_object(self, key: str, names: list[str]) -> list[Any]:
+        """Put an object with GPU tensors in it."""
+        payload = {"numbers": [1, 2, 3], "host": torch.arange(5), "gpu": [self._tensors[n] for n in names]}
+        return list(self._ours().put("0", "1", key, payload))
+
+    def put_held(self, key: str, held: str, edge: str) -> list[Any]:
+        """Put a buffer that came by get()."""
+        return list(self._ours().put(*edge.split("_"), key, self._held[held]))
+
+    def get(
+        self, key: str, metadata: dict[str, Any] | None, seconds: float, edge: str = "0_1"
+    ) -> dict[str, Any] | None:
+        """Get a payload and hold it; returns what it is."""
+        deadline = time.monotonic() + seconds
+        found = self._ours().get_with_deadline(*edge.split("_"), key, metadata, deadline=deadline)
+        if found is None:
+            return None
+        self._held[key] = found[0]
+        return {"size": found[1], **self._describe(found[0])}
+
+    def get_now(self, key: str, metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+        """As get(), without a deadline."""
+        found = self._ours().get("0", "1", key, metadata)
+        if found is None:
+            return None
+        self._held[key] = found[0]
+        return {"size": found[1], **self._describe(found[0])}
+
+    def digest(self, key: str) -> int:
+        """Return the CRC of a held buffer as it is now."""
+        return zlib.crc32(self._held[key].to_bytes())
+
+    def release(self, key: str) -> None:
+        self._held.pop(key).release()
+
+    def health(self) -> dict[str, Any]:
+        return self._ours().health()
+
+    def cleanup(self, key: str) -> None:
+        self._ours().cleanup(key)
+
+    def collect(self) -> None:
+        self._ours().reap_consumed()
+
+    def close(self) -> None:
+        self._ours().close()
+
+    def time_puts(self, name: str, count: int, busy: bool) -> list[float]:
+        """Time put() of a tensor, perhaps beside a thread that spins; microseconds each."""
+        stop = threading.Event()
+        spinner = threading.Thread(target=lambda: [None for _ in iter(stop.is_set, True)])
+        if busy:
+            spinner.start()
+        times = []
+        for number in range(count):
+            begin = time.perf_counter_ns()
+            ok, _, _ = self._ours().put("0", "1", f"{name}-{number}-{busy}", self._tensors[name])
+            times.append((time.perf_counter_ns() - begin) / 1e3)
+            assert ok
+            self._ours().cleanup(f"{name}-{number}-{busy}")
+        stop.set()
+        if busy:
+            spinner.join()
+        return times
+
+    def _ours(self) -> MoriTransferEngineConnector:
+        assert self._connector is not None
+        return self._connector
+
+    def _describe(self, found: Any) -> dict[str, Any]:
+        if isinstance(found, ManagedBuffer):
+            return {
+                "digest": zlib.crc32(found.to_bytes()),
+                "on_device": self._accelerator.holds(found.tensor),
+            }
+        tensors = found["gpu"]
+        return {
+            "digests": [zlib.crc32(bytes(tensor.cpu().tolist())) for tensor in tensors],
+            "on_device": [self._accelerator.holds(tensor) for tensor in tensors],
+            "rest": [found["numbers"], found["host"].tolist()],
+        }
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), Stage())
