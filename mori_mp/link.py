@@ -1,4 +1,4 @@
-"""A receiver's link to one sender: session, mailbox and requests under way.
+"""A receiver's link to one sender: session, mailbox and lane; its pulls are in `pulls`.
 
 A link finds out on first contact which protocol its sender speaks: a v2 sender answers Hello with Welcome,
 the in-tree class (v1) with `trans_error`; requests to the latter are the business of `link_v1`.
@@ -6,9 +6,7 @@ the in-tree class (v1) with `trans_error`; requests to the latter are the busine
 A control process may be replaced at any time. The new one does not know this socket and answers Stranger;
 the link says Hello again and gets Welcome with another incarnation. By then every process of the old one is
 gone (the sender's supervisor sees to that before it starts a new one), so landing slots that waited for its
-writes are free again, and requests that it never answered are sent anew. Each sending of a pull has a
-correlation id of its own and names the process it is meant for, so that no pull can be served twice, nor by a
-process that we took for dead when we handed out its landing slot again.
+writes are free again, and pulls that it never answered are sent anew (`mori_mp.pulls`).
 """
 
 from __future__ import annotations
@@ -24,10 +22,11 @@ from enum import Enum
 from mori_mp.lent import LentPool
 from mori_mp.link_v1 import V1Requests
 from mori_mp.mailbox import Mailbox
+from mori_mp.pulls import LateHandler, Pulls, who
 from mori_mp.shared import wire
 from mori_mp.shared.errors import EngineUnavailable, WireError
 from mori_mp.shared.faults import Faults
-from mori_mp.shared.pool import Pool, PoolDescriptor, process_group_alive
+from mori_mp.shared.pool import Pool, PoolDescriptor
 from mori_mp.switchboard import Line, Switchboard
 
 logger = logging.getLogger(__name__)
@@ -37,9 +36,6 @@ EAGER_CREDIT_BYTES = 8 << 20
 _PATIENCE = 8  # audits without a sound from the sender, after which we ask less often
 _PATIENT_SECONDS = 30.0
 _WELCOME_SECONDS = 0.05  # how long a Welcome may take before Hello is said again
-
-LateHandler = Callable[["wire.Done | None"], None]
-"""Takes the answer to a pull that was given up; None: the sender is gone, and its writes with it."""
 
 
 class Peer(Enum):
@@ -61,35 +57,6 @@ class Us:
         self.lease = lease
         self.device_engine_desc = b""
         self.device_mem_desc = b""
-
-
-class _Request:
-    """A pull under way.
-
-    done is the sender's answer; lost: its sender is gone; refused: the correlation id of the sending that got
-    Stranger, and how often we had been welcome by then; group: the processes that may write for it, 0 if
-    unknown; since: when it was given up, in monotonic seconds. Only the thread in pull() sends.
-    """
-
-    __slots__ = ("done", "group", "lost", "message", "on_late", "refused", "since")
-
-    def __init__(self, message: wire.Pull) -> None:
-        self.message = message
-        self.done: wire.Done | None = None
-        self.lost = False
-        self.refused = (0, 0)
-        self.group = 0
-        self.since = 0.0
-        self.on_late: LateHandler | None = None
-
-    def is_for(self, welcome: wire.Welcome | None) -> bool:
-        """Tell whether it was sent to the process that said Welcome."""
-        return welcome is not None and (self.message.epoch, self.message.incarnation) == _who(welcome)
-
-    @property
-    def is_refused(self) -> bool:
-        """Tell whether nothing was or will be done for it as it was sent last."""
-        return self.refused[0] == self.message.corr
 
 
 class Link:
@@ -117,9 +84,8 @@ class Link:
         self.greeted = False  # a caller has waited for the first contact once
         self._edges: set[str] = set()
         self._map_lock = threading.Lock()
-        self._requests: dict[int, _Request] = {}
-        self._orphans: dict[int, _Request] = {}  # those that were given up
         self._corrs = itertools.count(1)  # next() is atomic
+        self._pulls = Pulls(self._post, self._corr)
         self._last_audit = 0.0
         self._audits = 0  # since the sender was last heard
         self._hello_sent = 0.0
@@ -177,7 +143,8 @@ class Link:
             return
         if self.peer is Peer.V2:
             self._post(wire.Audit(self._corr(), self.mailbox.collect_missed()))
-        self._sweep_orphans(now)
+        same_host = self.welcome is not None and self.welcome.host_id == self._us.host_id
+        self._pulls.sweep(now - AUDIT_SECONDS, same_host, self._addressee)
 
     def _connect_anew(self) -> None:
         """Replace a socket that takes no more: it is full of old messages, or ZMQ has given it up."""
@@ -267,16 +234,7 @@ class Link:
                 self.settle(consumed=generation)
             self._on_change()
         elif isinstance(notice, wire.Done):
-            request = self._requests.get(notice.corr)
-            if request is not None:
-                request.done = notice
-            orphan = self._orphans.pop(notice.corr, None)  # also when it is given up just now
-            if orphan is None:
-                return
-            if notice.status == wire.LOST and orphan.message.lease:
-                self._send_anew(orphan, self._orphans)  # we may hold it, and must know
-            else:
-                _end_orphan(orphan, notice)
+            self._pulls.answered(notice, self.welcome)
         elif isinstance(notice, wire.Gone):
             self.mailbox.withdraw(notice)
             self._on_change()
@@ -287,14 +245,8 @@ class Link:
 
     def _refused(self, corr: int) -> None:
         """The sender does not know us, or a pull was meant for its predecessor: nothing was done for it."""
-        request = self._requests.get(corr)
-        if request is not None:
-            request.refused = corr, self._welcomes
-        orphan = self._orphans.pop(corr, None)
-        if orphan is not None:
-            _end_orphan(orphan, None)
-        if request is not None and not request.is_for(self.welcome):
-            return  # it is sent anew to whoever is there now
+        if not self._pulls.refused(corr, self.welcome, self._welcomes):
+            return
         if time.monotonic() - self._hello_sent > _WELCOME_SECONDS or not self._hello_pending:
             self._say_hello()
 
@@ -303,12 +255,12 @@ class Link:
         self._welcomes += 1
         self._hello_pending = False
         self._on_change()
-        if self._lane_of != _who(welcome):
+        if self._lane_of != who(welcome):
             self._leave_lane()
-            self._lane_of = _who(welcome)
+            self._lane_of = who(welcome)
             if welcome.lane and welcome.host_id == self._us.host_id:
                 self._open_lane(welcome.lane)
-        if before is not None and _who(before) != _who(welcome):
+        if before is not None and who(before) != who(welcome):
             self._succeeded(before, welcome)
 
     def _leave_lane(self) -> None:
@@ -324,16 +276,9 @@ class Link:
         self._faults.report(logger, "sender_restarted", text, peer=self.address, level=logging.WARNING)
         if not same_stage:
             self.mailbox = Mailbox()
-            for request in list(self._requests.values()):
-                request.lost = request.message.epoch != welcome.epoch
-            return
-        for corr, orphan in list(self._orphans.items()):
-            if orphan.is_for(welcome) or self._orphans.pop(corr, None) is None:
-                continue
-            if orphan.message.lease:
-                self._send_anew(orphan, self._orphans)  # we may hold it, and must know
-            else:
-                _end_orphan(orphan, None)
+            self._pulls.stage_replaced(welcome.epoch)
+        else:
+            self._pulls.control_replaced(welcome)
 
     # ------------------------------------------------------------------------ payloads
     def pull(self, message: wire.Pull, deadline: float) -> wire.Done | None:
@@ -341,13 +286,10 @@ class Link:
 
         The caller must then say, by `abandon()`, what is to happen when the answer comes late.
         """
-        request = _Request(message)
-        self._send_anew(request, self._requests)
+        request = self._pulls.begin(message, self.welcome)
 
         def ended() -> bool | None:
-            if self._must_send_anew(request):
-                self._requests.pop(message.corr, None)
-                self._send_anew(request, self._requests)
+            self._pulls.renew(request, self.welcome, self._welcomes)
             over = request.done is not None or request.lost or self.peer is Peer.V1
             return True if over else None
 
@@ -355,27 +297,7 @@ class Link:
             self.audit(time.monotonic())  # finds out about a control process that died with our request
             if time.monotonic() >= deadline or self._board.closed:
                 break
-        done = request.done
-        if done is not None:
-            self._requests.pop(message.corr, None)
-        return done  # without an answer it stays where the answer will find it, for abandon()
-
-    def _must_send_anew(self, request: _Request) -> bool:
-        if request.lost or request.done is not None:
-            return False
-        if self.welcome is not None and not request.is_for(self.welcome):
-            return True  # its addressee is gone, and would be refused by the new one
-        return request.is_refused and self._welcomes > request.refused[1]
-
-    def _send_anew(self, request: _Request, among: dict[int, _Request]) -> None:
-        """Send a pull to whoever is there now, under a new correlation id."""
-        message, welcome = request.message, self.welcome
-        message.corr = self._corr()
-        if welcome is not None:
-            message.epoch, message.incarnation = _who(welcome)
-            request.group = welcome.process_group
-        among[message.corr] = request
-        self._post(message)
+        return self._pulls.finish(request)
 
     def new_pull(
         self, key: str, length: int, dst_offset: int, lease: bool, device: bool = False
@@ -385,18 +307,7 @@ class Link:
 
     def abandon(self, message: wire.Pull, on_late: LateHandler) -> None:
         """Give up an unanswered pull. on_late gets its answer, after which no write can touch our memory."""
-        request = self._requests.get(message.corr)
-        if request is None:
-            raise ValueError(f"pull {message.corr} of {message.key!r} is not under way")
-        request.on_late = on_late
-        request.since = time.monotonic()
-        self._orphans[message.corr] = request
-        del self._requests[message.corr]
-        if request.done is not None or request.is_refused:  # just now, beside us
-            if self._orphans.pop(message.corr, None) is not None:
-                _end_orphan(request, request.done)
-        elif self.peer is Peer.V2 and request.is_for(self.welcome):
-            self._post(wire.Abandon([message.corr]))
+        self._pulls.give_up(message, on_late, self._addressee)
 
     def settle(self, consumed: int | None = None, released: int | None = None) -> None:
         """Tell the sender of one generation taken, or one lease ended. Safe in a finalizer."""
@@ -409,25 +320,15 @@ class Link:
             )
         )
 
-    def _sweep_orphans(self, now: float) -> None:
-        """End the abandoned pulls of a sender that no longer exists on this host; ask about the others."""
-        same_host = self.welcome is not None and self.welcome.host_id == self._us.host_id
-        asked: list[int] = []
-        for corr, orphan in list(self._orphans.items()):
-            if now - orphan.since < AUDIT_SECONDS:
-                continue
-            if same_host and orphan.group and not process_group_alive(orphan.group):
-                if self._orphans.pop(corr, None) is not None:
-                    _end_orphan(orphan, None)
-            elif orphan.is_for(self.welcome):
-                asked.append(corr)  # its answer may have been lost
-        if asked and self.peer is Peer.V2:
-            self._post(wire.Abandon(asked[: wire.MAX_SETTLED]))
+    @property
+    def _addressee(self) -> wire.Welcome | None:
+        """Who can be told about pulls; None while a v1 sender is there."""
+        return self.welcome if self.peer is Peer.V2 else None
 
     @property
     def quarantined(self) -> int:
         """Landing writes that were given up and may still be coming."""
-        return len(self._orphans)
+        return self._pulls.given_up
 
     # --------------------------------------------------------------------------- leases
     def lent_pool(self) -> LentPool:
@@ -453,12 +354,3 @@ class Link:
         with self._map_lock:
             self._closed = True
             self._retire_pool()
-
-
-def _who(welcome: wire.Welcome) -> tuple[str, int]:
-    return welcome.epoch, welcome.incarnation
-
-
-def _end_orphan(request: _Request, done: wire.Done | None) -> None:
-    if request.on_late is not None:
-        request.on_late(done)
