@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from connector_support import Factory, StageProcess, no_leaks, short_directory
@@ -12,6 +14,7 @@ from wire_peers import V1Client, V2Client
 
 _SHARED = "shared_"  # fixtures that keep connectors open over several tests start with this
 _failed = pytest.StashKey[bool]()
+Client = TypeVar("Client", V1Client, V2Client)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,32 +72,25 @@ def make_stage(runtime_base: Path) -> Iterator[type[StageProcess]]:
         stage.close()
 
 
+@contextmanager
+def _client_maker(kind: Callable[[int], Client]) -> Iterator[Callable[[int], Client]]:
+    """Yield what makes clients at a port; they are closed in the end."""
+    with ExitStack() as made:
+        yield lambda port: made.enter_context(closing(kind(port)))
+
+
 @pytest.fixture
 def v1_client() -> Iterator[Callable[[int], V1Client]]:
     """Makes bare v1 receivers at a port."""
-    made: list[V1Client] = []
-
-    def make(port: int) -> V1Client:
-        made.append(V1Client(port))
-        return made[-1]
-
-    yield make
-    for client in made:
-        client.close()
+    with _client_maker(V1Client) as make:
+        yield make
 
 
 @pytest.fixture
 def v2_client() -> Iterator[Callable[[int], V2Client]]:
     """Makes bare v2 receivers at a port."""
-    made: list[V2Client] = []
-
-    def make(port: int) -> V2Client:
-        made.append(V2Client(port))
-        return made[-1]
-
-    yield make
-    for client in made:
-        client.close()
+    with _client_maker(V2Client) as make:
+        yield make
 
 
 @pytest.fixture(autouse=True)
