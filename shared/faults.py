@@ -18,6 +18,31 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+CAUSES = (  # every cause that is reported anywhere; docs/health-schema.md explains each
+    "bad_request",
+    "control_died",
+    "control_given_up",
+    "corrupt",
+    "expired",
+    "fence_failed",
+    "get_failed",
+    "get_refused",
+    "get_timeout",
+    "holder_died",
+    "notice_dropped",
+    "notice_invalid",
+    "pool_exhausted",
+    "pool_unbacked",
+    "pull_refused",
+    "put_refused",
+    "sender_restarted",
+    "sender_unreached",
+    "worker_died",
+    "worker_failed",
+    "worker_given_up",
+    "worker_hung",
+    "write_failed",
+)
 RECENT = 32
 BURST = 10
 PERIOD_SECONDS = 30.0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mori_mp.shared.faults import RECENT, Faults, RateLimit
+from mori_mp.shared.faults import CAUSES, RECENT, Faults, RateLimit
 
 logger = logging.getLogger("mori_mp.test")
 
@@ -130,3 +133,18 @@ def test_names_from_a_peer_are_cut(faults: Faults) -> None:
     faults.report(logger, "bad_request", "x" * 10_000, key="k" * 10_000, peer="p" * 10_000)
     (found,) = faults.as_dict()["recent"]
     assert max(len(str(value)) for value in found.values()) <= 500
+
+
+# ------------------------------------------------------------------------------ causes
+def test_every_cause_in_the_code_is_listed_and_none_that_is_not() -> None:
+    """Metrics start every listed cause at zero."""
+    root = Path(__file__).resolve().parents[1]
+    found = set()
+    for path in (path for top in ("mori_mp", "workers", "shared") for path in (root / top).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                name = node.func.attr.strip("_")
+                given = [item.value for item in node.args if isinstance(item, ast.Constant)]
+                if name in ("report", "fault", "on_fault"):
+                    found |= {text for text in given if re.fullmatch(r"[a-z]+(_[a-z]+)*", str(text))}
+    assert found == set(CAUSES)

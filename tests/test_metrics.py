@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mori_mp.shared import families as omni
+from mori_mp.shared.faults import CAUSES
 from mori_mp.shared.histogram import Histogram
 from mori_mp.workers.report import Child, Part, compose
 
@@ -132,6 +133,12 @@ def test_values_are_those_of_the_document(scraped: Any) -> None:
     assert value(scraped, "mori_mp_process_up", stage="1", process="worker", worker="1") == 0
     assert value(scraped, "mori_mp_process_up", stage="1", process="control", worker="") == 1
     assert value(scraped, "mori_mp_process_restarts_total", stage="1", process="worker", worker="1") == 2
+
+
+def test_every_cause_is_there_from_zero(scraped: Any) -> None:
+    """increase() does not see the step with which a series begins: one death in a week would never show."""
+    found = {dict(labels)["cause"]: count for labels, count in scraped["mori_mp_faults_total"].items()}
+    assert found == {**dict.fromkeys(CAUSES, 0), "corrupt": 2}
 
 
 def test_histograms_are_cumulative_and_in_seconds(scraped: Any) -> None:

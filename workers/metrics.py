@@ -24,6 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from mori_mp.shared.families import BOUNDS
+from mori_mp.shared.faults import CAUSES
 from mori_mp.shared.histogram import BUCKETS, upper_us
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -86,7 +87,6 @@ _SIMPLE = {  # name -> path in the document
     "mori_mp_sessions": ("sender", "sessions"),
 }
 _BY_KEY = {  # name -> path of a dict whose keys become the last label
-    "mori_mp_faults": ("faults", "counts"),
     "mori_mp_ledger_payloads": ("sender", "ledger", "entries"),
     "mori_mp_ledger_bytes": ("sender", "ledger", "bytes"),
     "mori_mp_queue_depth": ("queues",),
@@ -202,6 +202,11 @@ def _special(name: str, document: Mapping[str, Any]) -> Samples:
     if name == "mori_mp_status":
         for status in _STATUSES:
             yield (status,), int(document.get("status") == status)
+    elif name == "mori_mp_faults":
+        # From zero, because rate() and increase() do not see the step with which a series begins.
+        counts = {**dict.fromkeys(CAUSES, 0), **(_at(document, ("faults", "counts")) or {})}
+        for cause, count in counts.items():
+            yield (cause,), count
     elif name == "mori_mp_deliveries":
         counters = _at(document, ("receiver", "counters")) or {}
         for how in ("eager", "lease", "landing"):
