@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mori_mp.cli_console import table_console
 from mori_mp.config_keys import read_size
 from mori_mp.pipeline.command import Delivery, parse_settings
 from mori_mp.shared.errors import MoriMPError
@@ -96,7 +97,7 @@ def bench(
         told = {"machine": machine, "count": count, "gap_ms": gap_ms, "extra": extra}
         typer.echo(json.dumps({**told, "cases": [msgspec.to_builtins(case) for case in cases]}, indent=1))
     else:
-        Console().print(table(cases))
+        table_console().print(table(cases))
         if len(os.sched_getaffinity(0)) < _ENOUGH_CPUS:
             typer.echo(
                 f"Measured on {len(os.sched_getaffinity(0))} CPUs, fewer than the {_ENOUGH_CPUS} processes "

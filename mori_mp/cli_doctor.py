@@ -9,11 +9,11 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mori_mp import doctor as checks
+from mori_mp.cli_console import table_console
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "broken": "bold red"}
 
@@ -47,7 +47,7 @@ def doctor(
         document = {"ok": good, "findings": [msgspec.structs.asdict(finding) for finding in findings]}
         typer.echo(json.dumps(document, indent=1))
     else:
-        Console().print(_table(findings))
+        table_console().print(_table(findings))
     raise typer.Exit(0 if good else 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,8 @@ from mori_mp.shared.runtime import base_directory
 
 _OK, _UNHEALTHY, _NONE_FOUND = 0, 1, 2
 _RECENT = 5
+_OLD_SECONDS = 1.0
+_TROUBLES = ("unreached", "timeouts", "refused", "pool_exhausted", "corrupt")
 
 
 def health(
@@ -105,15 +108,51 @@ def summary(sample: Sample) -> list[Text]:
     )
     if row.restarts:
         lines.append(Text(f"  restarts of control and workers: {row.restarts}", style="yellow"))
-    faults = told.get("faults", {})
+    lines += [*_sending(told), *_receiving(told), *_faults(told.get("faults") or {})]
+    return lines
+
+
+def _sending(told: dict[str, Any]) -> Iterator[Text]:
+    """What waits longest, and whether anybody is there to fetch it."""
+    sender = told.get("sender") or {}
+    oldest = (sender.get("ledger") or {}).get("oldest") or {}
+    age = oldest.get("age_s")
+    if isinstance(age, (int, float)) and age >= _OLD_SECONDS:
+        yield Text(
+            f"  oldest payload: {oldest.get('key')}, {oldest.get('state')}, {age:.0f} s old; "
+            f"receivers that have said hello: {_dash(sender.get('sessions'))}",
+            style="yellow",
+        )
+
+
+def _receiving(told: dict[str, Any]) -> Iterator[Text]:
+    """Where payloads come from, and which get() calls brought none; misses are above."""
+    receiver = told.get("receiver") or {}
+    for peer in receiver.get("senders") or []:
+        known = peer.get("protocol") not in (None, "unknown")
+        state = f"announced and not fetched {_dash(peer.get('ready'))}" if known else "no answer yet"
+        yield Text(f"  fetches from {peer.get('address')}: {state}", style="" if known else "yellow")
+    counters = receiver.get("counters") or {}
+    troubles = [f"{name} {counters[name]}" for name in _TROUBLES if counters.get(name)]
+    if troubles:
+        yield Text(f"  get() calls without a payload: {', '.join(troubles)}", style="yellow")
+
+
+def _faults(faults: dict[str, Any]) -> Iterator[Text]:
+    """The counts, and the last few faults; those that say the same are told once."""
     counts = faults.get("counts") or {}
     if counts:
         said = ", ".join(f"{cause} {count}" for cause, count in sorted(counts.items()))
-        lines.append(Text(f"  faults: {said}", style="yellow"))
-    for fault in (faults.get("recent") or [])[-_RECENT:]:
-        clock = time.strftime("%H:%M:%S", time.localtime(fault.get("time", 0)))
-        lines.append(Text(f"    {clock} {fault.get('cause')}: {fault.get('text')}"))
-    return lines
+        yield Text(f"  faults: {said}", style="yellow")
+    alike: dict[str, tuple[float, int]] = {}
+    for fault in faults.get("recent") or []:
+        where = "".join(f" {name}={fault[name]}" for name in ("key", "edge", "peer") if fault.get(name))
+        text = f"{fault.get('cause')}: {fault.get('text')}" + (f" [{where.strip()}]" if where else "")
+        _, count = alike.pop(text, (0.0, 0))
+        alike[text] = (fault.get("time", 0), count + 1)
+    for text, (at, count) in list(alike.items())[-_RECENT:]:
+        clock = time.strftime("%H:%M:%S", time.localtime(at))
+        yield Text(f"    {clock} {text}" + (f" ({count} times)" if count > 1 else ""))
 
 
 def _dash(value: object) -> str:

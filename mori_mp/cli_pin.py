@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mori_mp.cli_console import table_console
 from mori_mp.shared import pin_cli
 from mori_mp.shared.topology import Topology, TopologyError, device_node, format_cpulist, read_topology
 
@@ -57,7 +57,7 @@ def topology(
     if json_out:
         typer.echo(json.dumps(document, indent=1))
         return
-    console = Console()
+    console = table_console()
     for table in (_nodes(document), _devices(document)):
         console.print(table)
     quota = document["quota"]

@@ -17,12 +17,15 @@ from rich.table import Table
 from rich.text import Text
 
 from mori_mp import observe
+from mori_mp.cli_console import table_console
 from mori_mp.observe import Process, Row, Sample
 from mori_mp.shared.runtime import base_directory
 
 _NONE_FOUND = 2
 _FONT_FACE = re.compile(r"@font-face \{[^}]*\}\s*|Fira Code, ")  # rich names fonts on the network
 STYLES = {"healthy": "green", "starting": "cyan", "degraded": "yellow", "unhealthy": "bold red"}
+_UNBOUNDED = 10_000  # columns
+_WHO = ("stage", "role", "engine", "endpoint", "status")
 _NUMBERS = (
     "puts/s",
     "MB/s",
@@ -73,15 +76,17 @@ def top(
     base = runtime_dir or base_directory()
     if once or json_out or svg is not None:
         raise typer.Exit(_print_once(base, interval, json_out, svg))
-    console = Console()
+    console = table_console()
     samples = observe.observe(base)
     try:
-        with Live(view(observe.rows(samples, {}), base), console=console, auto_refresh=False) as live:
+        with Live(
+            view(observe.rows(samples, {}), base, console), console=console, auto_refresh=False
+        ) as live:
             while True:
                 time.sleep(interval)
                 before = {sample.key: sample for sample in samples}
                 samples = observe.observe(base)
-                live.update(view(observe.rows(samples, before), base), refresh=True)
+                live.update(view(observe.rows(samples, before), base, console), refresh=True)
     except KeyboardInterrupt:
         return
 
@@ -95,16 +100,16 @@ def _print_once(base: Path, interval: float, json_out: bool, svg: Path | None) -
     if json_out:
         typer.echo(json.dumps({"connectors": [msgspec.to_builtins(row) for row in found]}, indent=1))
     else:
-        console = Console(record=svg is not None)
-        console.print(view(found, base))
+        console = table_console(record=svg is not None)
+        console.print(view(found, base, console))
         if svg is not None:
             image = console.export_svg(title="mori-mp top")
             svg.write_text(_FONT_FACE.sub("", image), encoding="utf-8")
     return 0 if found else _NONE_FOUND
 
 
-def view(found: Sequence[Row], base: Path) -> Group | Text:
-    """Both tables, and what is wrong below them."""
+def view(found: Sequence[Row], base: Path, console: Console) -> Group | Text:
+    """The tables, as wide as the console allows, and what is wrong below them."""
     if not found:
         return Text(
             f"No connector listens below {base}. Stages of another user, container or runtime_dir do not "
@@ -115,43 +120,66 @@ def view(found: Sequence[Row], base: Path) -> Group | Text:
         for row in found
         if row.error
     ]
-    return Group(connector_table(found), process_table(found), *troubles)
+    tables = [connector_table(found), process_table(found)]
+    if max(_width(table, console) for table in tables) > console.width:
+        who = connector_table(found, _WHO, compact=True)
+        numbers = connector_table(found, ("stage", *_NUMBERS), compact=True)
+        numbers.title = "traffic"
+        tables = [who, numbers, process_table(found, compact=True)]
+    return Group(*tables, *troubles)
 
 
-def connector_table(found: Sequence[Row]) -> Table:
-    """One line for each connector."""
-    table = Table(title=f"connectors at {time.strftime('%H:%M:%S')}", title_justify="left")
-    for name in ("stage", "role", "engine", "endpoint", "status"):
-        table.add_column(name, no_wrap=True)
-    for name in _NUMBERS:
-        table.add_column(name, justify="right")
+def _width(table: Table, console: Console) -> int:
+    return console.measure(table, options=console.options.update(width=_UNBOUNDED)).maximum
+
+
+def _table(title: str, compact: bool) -> Table:
+    if compact:
+        return Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    return Table(title=title, title_justify="left")
+
+
+def connector_table(
+    found: Sequence[Row], names: Sequence[str] = (*_WHO, *_NUMBERS), compact: bool = False
+) -> Table:
+    """One line for each connector, with the columns named."""
+    table = _table(f"connectors at {time.strftime('%H:%M:%S')}", compact)
+    for name in names:
+        table.add_column(name, no_wrap=name in _WHO, justify="right" if name in _NUMBERS else "left")
     for row in found:
-        table.add_row(
-            str(row.stage_id),
-            row.role,
-            row.engine,
-            Text(row.endpoint.removeprefix("tcp://")),
-            Text(row.status, style=STYLES.get(row.status, "")),
-            _number(row.puts_per_s, 1),
-            _number(row.mb_per_s, 2),
-            *(_number(value) for value in (row.published, row.leased, row.in_flight)),
-            _number(row.pool_percent, 1),
-            _number(row.misses),
-            _alarm(row.errors),
-            _alarm(row.restarts),
-        )
+        cells = _connector_cells(row)
+        table.add_row(*(cells[name] for name in names))
     return table
 
 
-def process_table(found: Sequence[Row]) -> Table:
+def _connector_cells(row: Row) -> dict[str, Text | str]:
+    return {
+        "stage": str(row.stage_id),
+        "role": row.role,
+        "engine": row.engine,
+        "endpoint": Text(row.endpoint.removeprefix("tcp://")),
+        "status": Text(row.status, style=STYLES.get(row.status, "")),
+        "puts/s": _number(row.puts_per_s, 1),
+        "MB/s": _number(row.mb_per_s, 2),
+        "published": _number(row.published),
+        "leased": _number(row.leased),
+        "in flight": _number(row.in_flight),
+        "pool %": _number(row.pool_percent, 1),
+        "misses": _number(row.misses),
+        "errors": _alarm(row.errors),
+        "restarts": _alarm(row.restarts),
+    }
+
+
+def process_table(found: Sequence[Row], compact: bool = False) -> Table:
     """One line for each process of a connector."""
-    table = Table(title="processes", title_justify="left")
+    table = _table("processes", compact)
     table.add_column("stage")
-    table.add_column("process")
+    table.add_column("process", no_wrap=True)
     for name in ("pid", "CPU %", "RSS MiB", "threads", "restarts"):
         table.add_column(name, justify="right")
     for name in ("state", "CPUs asked", "CPUs"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=name == "state")
     for row in found:
         for process in row.processes:
             table.add_row(str(row.stage_id), *_process_cells(process))

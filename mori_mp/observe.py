@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from mori_mp.shared import registry
 from mori_mp.shared.registry import Found, PlanCard
 
 ANSWER_SECONDS = 1.0
 _AT_ONCE = 16
+_CHILD = "workers/boot.py"  # a stage's own children run it: its control process; workers are grandchildren
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -98,11 +100,22 @@ def _ask(found: Found, timeout: float) -> Sample:
     try:
         document = registry.read_health(found.health_socket, timeout)
     except (OSError, ValueError) as exc:
-        text = f"the control process does not answer: {str(exc) or type(exc).__name__}"
+        text = f"the control process{_seen(found.card.pid)} does not answer: {str(exc) or type(exc).__name__}"
         if not found.card.serving:
             text = "its control process and workers are being started"
         return Sample(found, time.monotonic(), None, text)
     return Sample(found, time.monotonic(), document)
+
+
+def _seen(stage_pid: int) -> str:
+    """What the kernel says of a stage's control process: " (pid 7, stopped)", "" if none is seen."""
+    try:
+        for child in psutil.Process(stage_pid).children():
+            if any(word.endswith(_CHILD) for word in child.cmdline()):
+                return f" (pid {child.pid}, {child.status()})"
+    except psutil.Error:  # it ended, or is another user's
+        pass
+    return ""
 
 
 def rows(samples: Iterable[Sample], before: Mapping[str, Sample]) -> list[Row]:

@@ -32,6 +32,7 @@ from mori_mp.shared.topology import (
 )
 
 OK, USAGE, UNREADABLE, DEGRADED = 0, 1, 2, 3
+_FORMATS = ("json", "table", "env", "numactl")
 _REQUEST_VARIABLES = ("MORI_MP_CONTROL_CPUS", "MORI_MP_WORKER_CPUS", "MORI_MP_NUMA_NODE", "MORI_MP_PIN")
 _GPU_FILTERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
@@ -56,6 +57,7 @@ def _parser(prog: str) -> _Parser:
     form.add_argument("--table", action="store_true", help="table for people (default on a terminal)")
     form.add_argument("--env", action="store_true", help='export lines for a shell: eval "$(... --env)"')
     form.add_argument("--numactl", action="store_true", help="a numactl prefix with all of the plan's CPUs")
+    form.add_argument("--format", choices=_FORMATS, help="the same, as `mori-mp pin` spells it")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="transfer workers (default 2)")
     parser.add_argument("--plan", metavar="FILE", type=Path, help="take this plan file instead of planning")
     parser.add_argument(
@@ -255,6 +257,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "pin_topology") -> int:
         command = command[1:] if command[:1] == ["--"] else command
     parser = _parser(prog)
     options = parser.parse_args(arguments)
+    if options.format is not None:
+        setattr(options, options.format, True)
     root: Path | None = options.sysfs_root
     if options.run and not command:
         parser.error("--exec needs a command: --exec -- CMD [ARG...]")

@@ -25,7 +25,7 @@ from connector_support import (
 )
 from typer.testing import CliRunner, Result
 
-from mori_mp import cli, doctor, observe
+from mori_mp import cli, cli_health, doctor, observe
 from mori_mp.observe import Row, Sample
 from mori_mp.shared import registry
 from mori_mp.shared.registry import Card, Found, PlanCard
@@ -177,6 +177,24 @@ def test_top_shows_both_ends_and_their_processes(make_connector: Factory, tmp_pa
     assert "<svg" in image.read_text()
 
 
+@pytest.mark.parametrize("columns", ["80", "100", None])
+def test_top_shows_every_column_at_any_width(
+    columns: str | None, make_connector: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a terminal of 80 columns, and in a pipe, which has no width."""
+    pair = make_connector.pair(eager_bytes=0)
+    pair.put("k", b"x" * MIB)
+    if columns is None:
+        monkeypatch.delenv("COLUMNS")
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    lines = run("top", "--once", "--interval", "0.1").output.splitlines()
+    assert max(map(len, lines)) <= int(columns or 200)
+    words = {word for line in lines for word in line.replace("┃", " ").replace("│", " ").split()}
+    assert {"puts/s", "published", "leased", "flight", "errors", "restarts", "RSS", "state", "asked"} <= words
+    assert {"healthy", "25.0", "control", "sleeping"} <= words
+
+
 def test_top_in_json(make_connector: Factory) -> None:
     pair = make_connector.pair(eager_bytes=0)
     pair.put("k", b"x" * MIB)
@@ -208,6 +226,29 @@ def test_health_of_a_healthy_connector(make_connector: Factory) -> None:
     assert document["reporter"] == "control"
 
 
+def test_health_tells_what_waits_and_for_whom() -> None:
+    """What leads from a symptom to its cause is in the few lines, not in --json alone."""
+    fault = {"cause": "sender_unreached", "text": "not reached", "edge": "0_1", "peer": "tcp://h:1"}
+    oldest = {"key": "k@1_2", "state": "published", "age_s": 61.2}
+    document = told(
+        receiver={
+            "counters": {"misses": 9, "unreached": 4, "timeouts": 0},
+            "senders": [
+                {"address": "tcp://h:1", "protocol": "unknown", "ready": 0},
+                {"address": "tcp://h:2", "protocol": "v2", "ready": 3},
+            ],
+        },
+        sender={"ledger": {"entries": {}, "oldest": oldest}, "sessions": 0},
+        faults={"counts": {"sender_unreached": 4}, "recent": [{**fault, "time": at} for at in (1.0, 2.0)]},
+    )
+    lines = [str(line) for line in cli_health.summary(sample(document, 1.0))]
+    assert "  oldest payload: k@1_2, published, 61 s old; receivers that have said hello: 0" in lines
+    assert "  fetches from tcp://h:1: no answer yet" in lines
+    assert "  fetches from tcp://h:2: announced and not fetched 3" in lines
+    assert "  get() calls without a payload: unreached 4" in lines
+    assert lines[-1].endswith("sender_unreached: not reached [edge=0_1 peer=tcp://h:1] (2 times)")
+
+
 def test_a_dead_worker_shows_in_health_and_top(make_connector: Factory) -> None:
     sender = make_connector.sender()
     (worker,) = worker_pids(sender)
@@ -231,7 +272,7 @@ def test_a_control_process_that_does_not_answer_is_unhealthy(make_connector: Fac
     with stopped(control_pid(sender)):
         result = run("health", "--timeout", "0.2")
         assert result.exit_code == 1
-        assert "the control process does not answer" in result.output
+        assert f"the control process (pid {control_pid(sender)}, stopped) does not answer" in result.output
         (document,) = json.loads(run("health", "--json", "--timeout", "0.2").output)
         assert (document["status"], document["stage_id"]) == ("unhealthy", 0)
     assert run("health").exit_code == 0

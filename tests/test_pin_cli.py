@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import pytest
 import sysfs_tree
 from sysfs_tree import MI300X_GPUS, Machine, mi300x
 
+from mori_mp import cli_pin
 from mori_mp.shared import pin_cli
 from mori_mp.shared.pinning import Plan, resolve_request
 from mori_mp.shared.topology import read_topology
@@ -74,6 +76,24 @@ def test_cli_env_is_what_a_shell_and_the_connector_read(
     again = resolve_request({}, env).plan(topology, workers=2)
     made = Plan.from_json(cli(capsys, *arguments)[1])
     assert (again.control, again.workers, again.node) == (made.control, made.workers, made.node)
+
+
+@pytest.mark.parametrize("form", pin_cli._FORMATS)
+def test_cli_format_is_the_flag_of_that_name(
+    nps1_root: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    where = ("--sysfs-root", nps1_root, "--gpu", 0)
+    spelled = cli(capsys, "--format", form, *where)
+    assert spelled == cli(capsys, f"--{form}", *where)
+    assert spelled[0] == 0
+
+
+def test_the_script_has_the_options_of_the_command() -> None:
+    """docs/cli.md promises it: a command line that works with one works with the other."""
+    command = inspect.signature(cli_pin.pin, eval_str=True).parameters
+    names = {name.replace("_", "-") for name in command} - {"form"} | {"format"}
+    options = pin_cli._parser("x").format_help()
+    assert {name for name in names if f"--{name}" not in options} == set()
 
 
 def test_cli_numactl(nps1_root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,19 @@ def test_status(stage: Part, sender: Part, status: str, error: str) -> None:
     assert error in found["error"]
 
 
+@pytest.mark.parametrize("state", ["stopped", "tracing-stop"])
+def test_a_stopped_process_shows_before_it_is_missed(state: str) -> None:
+    """An idle worker that is stopped fails nobody yet; the next payload would hang."""
+    rows = [
+        {"role": "stage", "index": None, "pid": 7, "state": "running"},
+        {"role": "worker", "index": 1, "pid": 8, "state": state},
+        {"role": "worker", "index": 2, "pid": None, "state": None},
+    ]
+    found = compose(Part(stage_part()), Part(sender_part()), rows, reporter="control")
+    assert found["status"] == "degraded"
+    assert found["error"] == "stopped by a signal or a debugger: worker 1 (pid 8)"
+
+
 def test_what_a_silent_control_process_last_said_is_kept_and_marked() -> None:
     found = document(Part(stage_part()), Part(sender_part(), 9.0, True))
     assert found["sender"]["stale"] is True

@@ -31,6 +31,7 @@ _LEAST_KEYS = (
     "stage_id",
     "engine",
 )
+_HALTED = ("stopped", "tracing-stop")  # psutil's names
 _SEND_TIMES = ("put", "publish", "reply", "write")
 _GET_TIMES = ("get", "fetch")
 _EMPTY: dict[str, Any] = {"count": 0, "sum_us": 0, "buckets": []}
@@ -103,18 +104,28 @@ def compose(
         edges=_edges(edges_here, edges_there),
         faults=_faults(stage_faults, sender_faults),
     )
-    status, error = _status(failed, pool_error, stage, sender)
+    status, error = _status(failed, pool_error, _halted(processes), stage, sender)
     document["status"] = status
     if error:
         document["error"] = error
     return document
 
 
-def _status(failed: str, pool_error: str, stage: Part, sender: Part | None) -> tuple[str, str]:
+def _halted(processes: Sequence[Mapping[str, Any]]) -> str:
+    """Name the processes that a signal or a debugger has stopped: the kernel knows before they are missed."""
+    found = []
+    for row in processes:
+        if row["state"] in _HALTED:
+            name = row["role"] if row["index"] is None else f"{row['role']} {row['index']}"
+            found.append(f"{name} (pid {row['pid']})")
+    return f"stopped by a signal or a debugger: {', '.join(found)}" if found else ""
+
+
+def _status(failed: str, pool_error: str, halted: str, stage: Part, sender: Part | None) -> tuple[str, str]:
     if failed:
         return "unhealthy", failed
-    if pool_error:
-        return "degraded", pool_error
+    if pool_error or halted:
+        return "degraded", pool_error or halted
     if sender is not None and (sender.stale or sender.report is None):
         return "degraded", "the control process does not answer"
     if sender is not None and sender.report is not None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
+from mori_mp.cli_console import table_console
 from mori_mp.deploy import load_deploy
 from mori_mp.pipeline.job import default_timeout_s, run_pipeline, run_traced, with_overrides
 from mori_mp.pipeline.planner import RunOptions
@@ -231,7 +232,7 @@ def pipeline(
       mori-mp pipeline --deploy-config $D --trace recorded.jsonl --json out.json
       mori-mp pipeline --deploy-config $D --backend shm --trace-out run.json
     """
-    console = Console(stderr=json_to == "-")
+    console = table_console(stderr=json_to == "-")
     logging.basicConfig(
         level=logging.INFO,
         format="%(message)s",
