@@ -17,7 +17,6 @@ and kept if it tells the stage that memory is free.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -25,8 +24,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +45,11 @@ from mori_mp.workers.boot import LIFELINE_FD
 from mori_mp.workers.broker import Broker, Limits
 from mori_mp.workers.crew import Crew, ProcessLauncher, WorkerLauncher
 from mori_mp.workers.front import Front
+from mori_mp.workers.holders import Holders
 from mori_mp.workers.identity import Identity
 from mori_mp.workers.lanes import Lanes
 from mori_mp.workers.observer import Observer
+from mori_mp.workers.reactor import Reactor
 from mori_mp.workers.report import Child, worker_child
 
 logger = logging.getLogger(__name__)
@@ -114,9 +113,8 @@ class ControlLoop:
         )
         if self.observer.tracer is not None:
             self._crew.on_dispatch = self._broker.landings.dispatched
-        self._handlers: dict[Any, Callable[[], None]] = {}
-        self._poller = zmq.Poller()
-        self._holders: dict[int, int] = {}  # pid -> pidfd
+        self._reactor = Reactor()
+        self._holders = Holders(self._reactor, self._holder_gone)
         self._want_writable = False
         self._running = True
         self._orphaned = False
@@ -137,7 +135,7 @@ class ControlLoop:
             next_tick = time.monotonic() + _TICK_SECONDS
             while self._running:
                 due = min(next_tick, self._broker.next_deadline() or next_tick, self.observer.deadline())
-                self._poll(due)
+                self._reactor.poll(due)
                 now = time.monotonic()
                 self._broker.unpark(now)
                 self.observer.tick(now)
@@ -147,17 +145,16 @@ class ControlLoop:
                     self._crew.check_overdue(now)
                     self.observer.housekeep(now)
                     if self._front.must_replace():
-                        self._off(self._front.socket)
+                        self._reactor.off(self._front.socket)
                         self._front.replace()
-                        self._on(self._front.socket, self._from_receivers)
+                        self._reactor.on(self._front.socket, self._from_receivers)
                 self._carry_out(now)
         finally:
             if self._orphaned:
                 self._crew.stop(_ORPHAN_PATIENCE_SECONDS)
             else:
                 self._crew.stop()
-            for pidfd in self._holders.values():
-                os.close(pidfd)
+            self._holders.close()
             self.observer.close()
             if self._lanes is not None:
                 self._lanes.close()
@@ -167,26 +164,26 @@ class ControlLoop:
             self._admin.close()
 
     def _open(self, jobs: zmq.Socket[bytes]) -> None:
-        setup = self._setup
+        setup, reactor = self._setup, self._reactor
         self._front.bind(setup.port)
         jobs.setsockopt(zmq.ROUTER_MANDATORY, 1)
         jobs.bind(setup.jobs_endpoint)
         self._jobs = jobs
-        self._on(self._front.socket, self._from_receivers)
-        self._on(jobs, self._from_workers)
-        self._on(self._hot.fileno(), self._from_stage)
-        self._on(self._admin.fileno(), self._from_admin)
-        self._on(self._lifeline, self._stage_gone)
-        self.observer.open(self._watch, self._off, self._ask_stage, self._report, self._children)
+        reactor.on(self._front.socket, self._from_receivers)
+        reactor.on(jobs, self._from_workers)
+        reactor.on(self._hot.fileno(), self._from_stage)
+        reactor.on(self._admin.fileno(), self._from_admin)
+        reactor.on(self._lifeline, self._stage_gone)
+        self.observer.open(reactor.watch, reactor.off, self._ask_stage, self._report, self._children)
         if setup.lane_path:
             self._lanes = Lanes(
                 Path(setup.lane_path),
-                self._watch_lane,
-                self._off,
+                reactor.watch_both,
+                reactor.off,
                 lambda identity, packet: self._broker.request(identity, packet, time.monotonic()),
                 self._broker.unreachable,
             )
-        self._crew.open(jobs, self._on, self._off, self._cannot_start)
+        self._crew.open(jobs, reactor.on, reactor.off, self._cannot_start)
         logger.info(
             startup_line(
                 "control",
@@ -197,29 +194,6 @@ class ControlLoop:
                 stage=setup.observing.stage_id,
             )
         )
-
-    def _on(self, source: Any, handler: Callable[[], None]) -> None:
-        self._handlers[source] = handler
-        self._poller.register(source, zmq.POLLIN)
-
-    def _watch(self, fd: int, handler: Callable[[], None], writable: bool) -> None:
-        self._handlers[fd] = handler
-        self._poller.register(fd, zmq.POLLOUT if writable else zmq.POLLIN)
-
-    def _watch_lane(self, fd: int, handler: Callable[[], None], writable: bool) -> None:
-        self._handlers[fd] = handler
-        self._poller.register(fd, zmq.POLLIN | zmq.POLLOUT if writable else zmq.POLLIN)
-
-    def _off(self, source: Any) -> None:
-        if self._handlers.pop(source, None) is not None:
-            self._poller.unregister(source)
-
-    def _poll(self, deadline: float) -> None:
-        timeout = max(0.0, deadline - time.monotonic())
-        for source, _ in self._poller.poll(int(timeout * 1000) + 1):
-            handler = self._handlers.get(source)
-            if handler is not None:
-                handler()
 
     def _stage_gone(self) -> None:
         logger.info("stage process is gone; control process ends")
@@ -252,7 +226,7 @@ class ControlLoop:
             except ConnectionResetError:  # the stage is gone, and had not read all that we told it
                 packet = b""
             if not packet:
-                self._off(self._hot.fileno())
+                self._reactor.off(self._hot.fileno())
                 return
             message = messages.hot_to_control.decode(packet)
             now = time.monotonic()
@@ -303,11 +277,9 @@ class ControlLoop:
     def _cannot_start(self, reason: str) -> None:
         self._tell_stage(messages.Failed(reason))
 
-    def _holder_exited(self, pid: int) -> None:
-        pidfd = self._holders.pop(pid)
-        self._off(pidfd)
-        os.close(pidfd)
+    def _holder_gone(self, pid: int) -> None:
         self._broker.holder_gone(pid, time.monotonic())
+        self._send_freed()
 
     # ------------------------------------------------------------------------ outputs
     def _carry_out(self, now: float) -> None:
@@ -332,24 +304,7 @@ class ControlLoop:
         if broker.meters.replies:
             broker.meters.sent(time.monotonic())
         self._send_freed()
-        unwatched: set[int] = set()
-        for pid in list(broker.watch):
-            broker.watch.discard(pid)
-            if pid in self._holders:
-                continue
-            try:
-                pidfd = os.pidfd_open(pid)
-            except OSError as exc:
-                if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                    logger.error("process %d, which holds a lease, cannot be watched yet: %s", pid, exc)
-                    unwatched.add(pid)
-                else:  # it is gone, or was none: a thread's id, say
-                    broker.holder_gone(pid, now)
-                    self._send_freed()
-                continue
-            self._holders[pid] = pidfd
-            self._on(pidfd, partial(self._holder_exited, pid))
-        broker.watch |= unwatched
+        self._holders.watch(broker.watch)
 
     def _notice_dropped(self, identity: bytes) -> None:
         self._broker.counters["notices_dropped"] += 1
@@ -366,9 +321,10 @@ class ControlLoop:
                 del freed[: len(batch)]
         except (BrokenPipeError, ConnectionResetError):
             freed.clear()
-        if bool(freed) != self._want_writable and self._hot.fileno() in self._handlers:
+        hot = self._hot.fileno()
+        if bool(freed) != self._want_writable and hot in self._reactor:
             self._want_writable = bool(freed)
-            self._poller.register(self._hot.fileno(), zmq.POLLIN | zmq.POLLOUT if freed else zmq.POLLIN)
+            self._reactor.watch_both(hot, self._from_stage, bool(freed))
 
     def _tell_stage(self, message: messages.AdminToStage) -> bool:
         try:
