@@ -360,7 +360,7 @@ def check_deploy(path: Path) -> Iterator[Finding]:
         deploy = load_deploy(path)
         nodes = deploy.topology()
     except MoriMPError as exc:
-        yield Finding(area, path.name, "broken", str(exc), "correct the file")
+        yield Finding(area, path.name, "broken", str(exc), "correct the file, or its path")
         return
     wanted = 0
     for node in nodes:
