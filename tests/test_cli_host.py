@@ -25,7 +25,7 @@ from connector_support import (
 )
 from typer.testing import CliRunner, Result
 
-from mori_mp import cli, cli_health, doctor, observe
+from mori_mp import cli, cli_health, doctor_host, observe
 from mori_mp.observe import Row, Sample
 from mori_mp.shared import registry
 from mori_mp.shared.registry import Card, Found, PlanCard
@@ -488,7 +488,7 @@ def test_doctor_survives_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> 
     def fail() -> None:
         raise OSError("no sysfs here")
 
-    monkeypatch.setattr(doctor, "read_topology", fail)
+    monkeypatch.setattr(doctor_host, "read_topology", fail)
     found = findings("--no-self-test")
     assert found["cpus", "topology"][0]["level"] == "warning"
     assert "no sysfs here" in found["doctor", "check_devices"][0]["detail"]
