@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from mori_mp.shared.procinfo import ProcessTable
 from mori_mp.shared.topology import format_cpulist
 from mori_mp.workers.dump import DumpFile
 from mori_mp.workers.report import Child, Part, compose, fit, process_rows, worker_child
+from mori_mp.workers.reporter import DUMP_SECONDS
 
 if TYPE_CHECKING:
     from mori_mp.heart import Heart
@@ -34,7 +36,7 @@ class StageHealth:
     """See the module's docstring. Thread-safe.
 
     fixed: keys of the document that never change. counters: the connector's own (`puts`, `bytes_put`,
-    `errors`). dump_path: where a dump goes that the stage has to make, "" for none.
+    `errors`). dump_path: where dumps about faults go, None for nowhere.
     """
 
     def __init__(
@@ -59,7 +61,10 @@ class StageHealth:
         self._lock = threading.Lock()  # of what follows
         self._sender: dict[str, Any] | None = None
         self._sender_at = 0.0
-        self._dump = DumpFile(dump_path) if dump_path is not None else None
+        self._dumps: FaultDumps | None = None
+        if dump_path is not None:
+            self._dumps = FaultDumps(DumpFile(dump_path), lambda: self._compose(None))
+            faults.listener = self._at_fault
 
     @property
     def started_at(self) -> float:
@@ -131,16 +136,61 @@ class StageHealth:
         return compose(stage, sender, rows, reporter="stage")
 
     # ---------------------------------------------------------------------------- dumps
-    def dump(self, cause: str) -> None:
-        """Write a dump at a fault that leaves no control process to do it; never waits."""
-        if self._dump is not None:
-            document = {**self._compose(None), "reason": f"fault: {cause}"}
-            self._dump.write_aside(lambda: fit(document))
+    def _at_fault(self, cause: str) -> None:
+        """Have the control process write a dump, or do it here; never waits."""
+        heart = self._heart
+        if (heart is None or not heart.supervisor.tell_fault(cause)) and self._dumps is not None:
+            self._dumps.want(cause)
 
     def close(self, timeout: float) -> None:
         """Give a dump that is being written up to timeout seconds."""
-        if self._dump is not None:
-            self._dump.finish(timeout)
+        if self._dumps is not None:
+            self._dumps.close(timeout)
+
+
+class FaultDumps:
+    """Dumps that the stage writes, where no control process can: one a second, with all faults until then.
+
+    compose makes the document. Written by a short-lived thread: a path may lie on a file system that hangs.
+    """
+
+    def __init__(self, file: DumpFile, compose: Callable[[], dict[str, Any]]) -> None:
+        self._file = file
+        self._compose = compose
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    def want(self, cause: str) -> None:
+        """Have a dump written soon; the first reason of several is told."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._reason = self._reason or f"fault: {cause}"
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mori-mp-dump", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                reason, self._reason = self._reason, ""
+                if not reason:
+                    self._thread = None
+                    return
+            self._file.write(partial(self._text, reason))
+            self._closing.wait(DUMP_SECONDS)
+
+    def _text(self, reason: str) -> bytes:
+        return fit({**self._compose(), "reason": reason})
+
+    def close(self, timeout: float) -> None:
+        """Give dumps that are wanted up to timeout seconds."""
+        self._closing.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
 
 
 def _children(heart: Heart, sender: Part | None) -> list[Child]:

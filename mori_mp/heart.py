@@ -122,7 +122,7 @@ def start(
     )
     launch = (lambda setup, _: ControlThread(setup, pool)) if threads else launch_process
     supervisor = Supervisor(
-        template, pool, folder, launch, replay, freed, health.stage_part, health.dump, health.faults
+        template, pool, folder, launch, replay, freed, health.stage_part, health.faults
     )
     try:
         supervisor.start()

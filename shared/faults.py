@@ -1,10 +1,11 @@
 """Faults: everything that goes wrong is counted by cause, remembered, and logged, at a bounded rate.
 
-One `Faults` for each process (the stage's connector, the control process). A report does three things:
+One `Faults` for each process (the stage's connector, the control process). A report does this:
 
     counts[cause] += 1      always: metrics and health() have the true number
     recent                  the newest RECENT, for health() and dumps
     a log line              through the caller's logger, unless the cause has used up its allowance
+    listener(cause)         for whoever has dumps written; not for what is reported below WARNING
 
 A flood of one cause therefore costs a few lines a minute and hides no other cause. What was held back is said
 in the next line of that cause that gets through, or by flush() once the flood has ended.
@@ -92,7 +93,10 @@ class RateLimit:
 
 
 class Faults:
-    """See the module's docstring. process names where they happen: "stage" or "control"."""
+    """See the module's docstring. process names where they happen: "stage" or "control".
+
+    listener is called in the reporting thread, whatever locks that holds: it neither waits nor raises.
+    """
 
     def __init__(
         self,
@@ -106,6 +110,7 @@ class Faults:
         self._clock = clock
         self._wall = wall
         self._loggers: dict[str, logging.Logger] = {}
+        self.listener: Callable[[str], None] | None = None
         self.counts: dict[str, int] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
@@ -131,6 +136,8 @@ class Faults:
             {"time": self._wall(), "process": self._process, "cause": cause, "text": text, **known}
         )
         self._loggers[cause] = logger
+        if self.listener is not None and level >= logging.WARNING:
+            self.listener(cause)
         held = self._limit.allow(cause, self._clock())
         if held is None:
             return

@@ -100,6 +100,12 @@ class StageReport(msgspec.Struct, array_like=True, tag=8):
     report: dict[str, Any]
 
 
+class StageFault(msgspec.Struct, array_like=True, tag=9):
+    """Stage -> control: something went wrong here, have a dump written."""
+
+    cause: str
+
+
 # ------------------------------------------------------------------------------ worker
 class AddPeer(msgspec.Struct, array_like=True, tag=1):
     """Control -> worker: where the writes of jobs for this peer id go.
@@ -172,7 +178,7 @@ class PoolBacked(msgspec.Struct, array_like=True, tag=8):
 
 HotToControl: TypeAlias = Publish | Withdraw
 HotToStage: TypeAlias = Freed
-AdminToControl: TypeAlias = HealthRequest | Shutdown | StageReport
+AdminToControl: TypeAlias = HealthRequest | Shutdown | StageReport | StageFault
 AdminToStage: TypeAlias = Started | Failed | Health | Pooled | StageRequest
 ToWorker: TypeAlias = AddPeer | DropPeer | Job | Stop
 FromWorker: TypeAlias = WorkerReady | WorkerFailed | JobDone | PoolBacked

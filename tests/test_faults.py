@@ -135,6 +135,15 @@ def test_names_from_a_peer_are_cut(faults: Faults) -> None:
     assert max(len(str(value)) for value in found.values()) <= 500
 
 
+def test_a_listener_hears_of_faults_but_not_of_what_is_normal(faults: Faults) -> None:
+    heard: list[str] = []
+    faults.listener = heard.append
+    for _ in range(5):  # the log's limit is not the listener's
+        faults.report(logger, "corrupt", "x", level=logging.WARNING)
+    faults.report(logger, "sender_unreached", "x", level=logging.INFO)
+    assert heard == ["corrupt"] * 5
+
+
 # ------------------------------------------------------------------------------ causes
 def test_every_cause_in_the_code_is_listed_and_none_that_is_not() -> None:
     """Metrics start every listed cause at zero."""

@@ -30,8 +30,10 @@ from connector_support import (
 from test_tracing import assert_readable, events
 
 from mori_mp import MoriTransferEngineConnector
+from mori_mp.health import FaultDumps
 from mori_mp.shared import registry
 from mori_mp.shared.errors import ConfigError
+from mori_mp.workers.dump import DumpFile
 
 pytestmark = pytest.mark.xdist_group("observing")
 
@@ -319,6 +321,39 @@ def test_a_connector_that_is_given_up_says_so_everywhere(
 
 
 # -------------------------------------------------------------------------------- dumps
+def test_a_fault_of_the_stage_has_a_dump_written_with_it_in(make_connector: Factory, tmp_path: Path) -> None:
+    """Nothing has died; the control process writes, as the stage tells it."""
+    dump = tmp_path / "dump.json"
+    sender = make_connector.sender(health_dump_path=str(dump))
+    assert sender.put("0", "1", "too large", pattern(8 << 20)) == (False, 0, None)
+    written = eventually(lambda: dumped(dump, "fault: pool_exhausted"), "dump")
+    assert written["reporter"] == "control"
+    assert written["stage"]["stale"] is False
+    assert written["faults"]["counts"] == {"pool_exhausted": 1}
+
+
+def test_a_fault_in_the_control_process_has_a_dump_written(make_connector: Factory, tmp_path: Path) -> None:
+    dump = tmp_path / "dump.json"
+    sender = make_connector.sender(health_dump_path=str(dump), buffer_ttl_seconds=0.05)
+    assert sender.put("0", "1", KEY, b"x")[0]
+    written = eventually(lambda: dumped(dump, "fault: expired"), "dump")
+    assert written["faults"]["counts"] == {"expired": 1}
+
+
+def test_faults_that_the_stage_dumps_itself_are_all_in_the_last_dump(tmp_path: Path) -> None:
+    """One dump a second at most; what comes in between is in the next, which close() does not wait for."""
+    counted: list[str] = []
+    dumps = FaultDumps(DumpFile(tmp_path / "dump.json"), lambda: {"seen": list(counted)})
+    for cause in ("corrupt", "get_timeout", "get_failed"):
+        counted.append(cause)
+        dumps.want(cause)
+    dumps.close(10.0)
+    document = json.loads((tmp_path / "dump.json").read_text())
+    assert document["seen"] == counted
+    dumps.want("late")
+    assert json.loads((tmp_path / "dump.json").read_text()) == document
+
+
 def test_dumps_at_intervals(make_connector: Factory, tmp_path: Path) -> None:
     dump = tmp_path / "{stage}.json"
     sender = make_connector.sender(health_dump_path=str(dump), health_dump_interval_seconds=0.2)

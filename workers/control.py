@@ -5,7 +5,7 @@ One thread, one poll. What it listens to:
     ROUTER tcp://host:port     other stages' connectors (wire v1 and v2)
     lanes                      the same, from receivers on this host
     hot socketpair             the stage: Publish, Withdraw
-    admin socketpair           the stage: HealthRequest, Shutdown, StageReport
+    admin socketpair           the stage: HealthRequest, Shutdown, StageReport, StageFault
     ROUTER ipc:// or inproc:// its transfer workers
     lifeline                   end of file: the stage is gone, so are we, within a second
     pidfds                     workers (restarted) and processes that hold leases (leases end)
@@ -35,7 +35,7 @@ from mori_mp.shared.affinity import pin_self
 from mori_mp.shared.claims import Claims
 from mori_mp.shared.errors import MoriMPError
 from mori_mp.shared.lane import is_lane
-from mori_mp.shared.messages import ControlSetup, HealthRequest, Publish, Shutdown, StageReport
+from mori_mp.shared.messages import ControlSetup, HealthRequest, Publish, Shutdown, StageFault, StageReport
 from mori_mp.shared.pool import Pool, host_id
 from mori_mp.shared.procinfo import startup_line
 from mori_mp.shared.syscalls import try_send
@@ -109,7 +109,6 @@ class ControlLoop:
             self._broker.landings.peers,
             launcher,
             self.observer.faults,
-            self.observer.on_fault,
         )
         if self.observer.tracer is not None:
             self._crew.on_dispatch = self._broker.landings.dispatched
@@ -248,6 +247,8 @@ class ControlLoop:
             self._tell_stage(messages.Health(message.corr, self._report()))
         elif isinstance(message, StageReport):
             self.observer.stage_answered(message.report)
+        elif isinstance(message, StageFault):
+            self.observer.on_fault(message.cause)
         elif isinstance(message, Shutdown):
             self._running = False
 

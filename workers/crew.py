@@ -125,12 +125,8 @@ class _Member:
         self.started_at = 0.0
 
 
-def _no_dump(reason: str) -> None:
-    """Nobody wants to hear of faults."""
-
-
 class Crew:
-    """See the module's docstring. on_fault(cause) hears of every worker that ends against our will."""
+    """See the module's docstring."""
 
     def __init__(
         self,
@@ -139,10 +135,8 @@ class Crew:
         peers: Peers,
         launcher: WorkerLauncher,
         faults: Faults | None = None,
-        on_fault: Callable[[str], None] = _no_dump,
     ) -> None:
         self._faults = faults if faults is not None else Faults("control")
-        self._on_fault = on_fault
         self.on_dispatch: Callable[[int, float], None] | None = None  # (write id, now); for a trace
         self._setup = setup
         self._dispatcher = dispatcher
@@ -336,7 +330,6 @@ class Crew:
 
     def _fault(self, cause: str, text: str, level: int = logging.ERROR) -> None:
         self._faults.report(logger, cause, text, level=level)
-        self._on_fault(cause)
 
     def _send(self, member: _Member, message: messages.ToWorker) -> None:
         try:

@@ -52,6 +52,7 @@ class Observer:
             self.tracer = Tracer(folder, "control", name, epoch=setup.epoch, thread=threaded)
         self.meters = SenderMeters(bool(observing.prometheus_port), self.tracer)
         self.faults = Faults("control")
+        self.faults.listener = self.on_fault
         self._health: HealthSocket | None = None
         self._document = b""
         self._http: HttpServer | None = None
@@ -104,8 +105,9 @@ class Observer:
         self._reporter.stage_answered(report)
 
     def on_fault(self, cause: str) -> None:
-        """Have a dump written: something has died."""
-        self._reporter.want_dump(f"fault: {cause}")
+        """Have a dump written: something went wrong here, or, as it tells us, in the stage."""
+        if self._opened:
+            self._reporter.want_dump(f"fault: {cause}")
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle SIGUSR1: only note it, the loop acts."""

@@ -79,10 +79,13 @@ class Reporter:
         )
 
     # ---------------------------------------------------------------------- documents
-    def ask(self, done: Take) -> None:
-        """Have done(make) called when a document would be current: at once, or within STAGE_SECONDS."""
+    def ask(self, done: Take, fresh_seconds: float = FRESH_SECONDS) -> None:
+        """Have done(make) called when a document would be current: at once, or within STAGE_SECONDS.
+
+        fresh_seconds: how old may be what the stage has told.
+        """
         now = time.monotonic()
-        if not self._late and now - self._told_at < FRESH_SECONDS:
+        if not self._late and now - self._told_at < fresh_seconds:
             done(self._maker())
             return
         if not self._asked:
@@ -148,7 +151,7 @@ class Reporter:
             self.want_dump("interval")
         if self._reason and not self._dumping and now - self._last_dump >= DUMP_SECONDS:
             self._dumping, self._last_dump = True, now
-            self.ask(self._dump)
+            self.ask(self._dump, 0.0)  # it must have the fault that it is about
 
     def deadline(self) -> float:
         """Return when tick() is due next; infinity when nothing is."""

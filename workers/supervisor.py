@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 20.0
 RESTART_WINDOW_SECONDS = 60.0
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EAGAIN, errno.EBADF)  # a control loop that is stuck or dead
 _ASK_SECONDS, _CUT_SECONDS, _KILL_SECONDS = 1.5, 1.0, 1.5
 
 
@@ -74,7 +75,7 @@ class Supervisor:
 
     template is the set-up of every incarnation, less what changes. replay lists what is published; freed
     takes the generations that a dying control process had freed. stage_report makes the stage's part of a
-    health document; on_fault(cause) hears of every death of a control process.
+    health document.
     """
 
     def __init__(
@@ -86,7 +87,6 @@ class Supervisor:
         replay: Callable[[], list[HotToControl]],
         freed: Callable[[list[int]], None],
         stage_report: Callable[[], dict[str, Any]],
-        on_fault: Callable[[str], None],
         faults: Faults,
     ) -> None:
         self._template = template
@@ -96,7 +96,6 @@ class Supervisor:
         self._replay = replay
         self._freed = freed
         self._stage_report = stage_report
-        self._on_fault = on_fault
         self._faults = faults
         self.hot = HotChannel()
         self.port = template.port
@@ -251,7 +250,6 @@ class Supervisor:
             )
             text = f"{self._template.label}: {self.failed}. This connector sends nothing more."
             self._faults.report(logger, "control_given_up", text, level=logging.CRITICAL)
-            self._on_fault("control_given_up")
             return
         self.restarts += 1
         text = f"{self._template.label}: control process (pid {control.pid}) ended with status {status}"
@@ -262,7 +260,6 @@ class Supervisor:
             self.failed = str(exc)
             text = f"{self._template.label}: {exc}"
             self._faults.report(logger, "control_given_up", text, level=logging.CRITICAL)
-        self._on_fault("control_died")
 
     def _fence(self, control: Control) -> None:
         """Make sure that no process of an ended incarnation is left."""
@@ -304,9 +301,22 @@ class Supervisor:
                 admin.send(messages.encode(messages.HealthRequest(corr)))
                 self._answered.wait_for(lambda: self._answers[corr] is not None, timeout)
             except OSError as exc:
-                if exc.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EAGAIN, errno.EBADF):
+                if exc.errno not in _GONE:
                     raise
             return self._answers.pop(corr)
+
+    def tell_fault(self, cause: str) -> bool:
+        """Have the control loop write a dump about a fault of the stage; False if it cannot be told now."""
+        admin = self._admin
+        if admin is None or self._control is None:
+            return False
+        try:
+            admin.send(messages.encode(messages.StageFault(cause)))
+        except OSError as exc:
+            if exc.errno not in _GONE:
+                raise
+            return False
+        return True
 
     # ----------------------------------------------------------------------- close
     def close(self) -> None:
