@@ -53,12 +53,13 @@ class Worker:
             log_level=logging.INFO,
             index=0,
             identity="0.1",
-            engine=rig.engine,
+            engine="shm",
             engine_options={"xgmi_num_streams": 8, "xgmi_num_events": 8},
             pool_fd=self._pool.fd,
             pool_size=self._pool.size,
             jobs_endpoint=endpoint,
             prefault=False,
+            device_engine=rig.engine,
             gpu_pool=gpu_pool,
         )
         interpreter = "" if rig.python == sys.executable else rig.python
@@ -103,8 +104,8 @@ class Scene:
         self.workers.append(worker)
         ready = worker.receive()
         assert isinstance(ready, WorkerReady), ready
-        assert (ready.engine, ready.depth > 1) == (self.rig.engine, True)
-        worker.send(AddPeer(1, *self.descriptors))
+        assert (ready.engine, ready.depth > 1) == (f"shm+{self.rig.engine}", True)
+        worker.send(AddPeer(1, *self.descriptors, device=True))
         return worker
 
     def landed(self) -> bytes:
@@ -215,11 +216,11 @@ def test_a_killed_worker_loses_nothing(scene: Scene, block: Block) -> None:
 def test_a_dead_receiver_fails_its_jobs_only(scene: Scene, start) -> None:
     worker = scene.worker()
     other = start(scene.rig)
-    worker.send(AddPeer(2, *other.become_receiver(MB)))
+    worker.send(AddPeer(2, *other.become_receiver(MB), device=True))
     scene.receiver.kill()
     worker.send(Job(1, 1, [0], [0], [10]))
     assert "has exited" in worker.receive().error
-    worker.send(AddPeer(3, *scene.descriptors))
+    worker.send(AddPeer(3, *scene.descriptors, device=True))
     worker.send(Job(2, 3, [0], [0], [10]))
     assert "has exited" in worker.receive().error  # it was refused as a peer
     worker.send(Job(3, 2, [0], [0], [MB]))
