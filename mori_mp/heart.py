@@ -121,9 +121,7 @@ def start(
         ),
     )
     launch = (lambda setup, _: ControlThread(setup, pool)) if threads else launch_process
-    supervisor = Supervisor(
-        template, pool, folder, launch, replay, freed, health.stage_part, health.faults
-    )
+    supervisor = Supervisor(template, pool, folder, launch, replay, freed, health.stage_part, health.faults)
     try:
         supervisor.start()
         card = msgspec.structs.replace(card, endpoint=_tcp(host, supervisor.port), serving=True)
