@@ -7,19 +7,24 @@ Each such part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; SEC
 from __future__ import annotations
 
 import ast
+import io
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 
 from mori_mp.config import markdown_table
-from mori_mp.shared import wire
+from mori_mp.shared import pin_cli, wire
 from mori_mp.workers.ledger_table import EVENT_DOCS, REFUSALS, ROWS, STATE_DOCS, TRANSITIONS, State
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+from sysfs_tree import RECORDED, write  # noqa: E402
 
 
 def table(*rows: tuple[str, ...]) -> str:
@@ -162,6 +167,19 @@ def wire_bounds() -> str:
     return table(*rows)
 
 
+def plans() -> str:
+    """What the planner makes of the machines that the tests have recorded, in its own words."""
+    blocks = []
+    for title, machine in RECORDED.items():
+        gpus = ["0", "5"] if "cpuset" in title else ["5"] if len(machine.kfd) > 1 else ["0"]
+        for gpu in gpus:
+            with tempfile.TemporaryDirectory() as root, redirect_stdout(io.StringIO()) as printed:
+                write(Path(root), machine)
+                pin_cli.main(["--table", "--gpu", gpu, "--sysfs-root", root])
+            blocks.append(f"# {title}\n$ pin_topology.sh --table --gpu {gpu}\n{printed.getvalue()}")
+    return "```console\n" + "\n".join(blocks) + "```"
+
+
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"config-table": markdown_table},
     "docs/configuration.md": {"config-table": markdown_table},
@@ -172,6 +190,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "ledger-events": ledger_events,
         "ledger-rows": ledger_rows,
     },
+    "docs/tuning.md": {"plans": plans},
     "docs/protocol.md": {"wire-v1": wire_v1, "wire-v2": wire_v2, "wire-bounds": wire_bounds},
 }
 

@@ -165,3 +165,19 @@ def mi300x(nodes_per_socket: int = 1, threads: int = 2, sockets: int = 2, **chan
         "kfd": (*MI300X_GPUS[4:], *MI300X_GPUS[:4]),
     }
     return Machine(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+ODD_CPUSET = "5,11,17-20,101,209-212"  # one L3's cores 17-20 with their siblings, and strays
+RECORDED: dict[str, Machine] = {
+    "two sockets, eight MI300X, one NUMA node a socket (NPS1)": mi300x(),
+    "the same, four NUMA nodes a socket (NPS4)": mi300x(nodes_per_socket=4),
+    "the NPS1 machine without SMT": mi300x(threads=1),
+    f"the NPS1 machine in a container with the cpuset {ODD_CPUSET}": mi300x(
+        files={"fs/cgroup/cpuset.cpus.effective": ODD_CPUSET}
+    ),
+    "the NPS1 machine in a pod with a quota of 6 CPUs": mi300x(files={"fs/cgroup/cpu.max": "600000 100000"}),
+    "a virtual machine of two cores, whose firmware tells no NUMA node (-1)": Machine(
+        cores=2, l3_cores=2, devices=(Device(MI300X_GPUS[0]),), kfd=(MI300X_GPUS[0],)
+    ),
+}
+"""Machines whose plans docs/tuning.md shows."""

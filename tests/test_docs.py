@@ -39,7 +39,7 @@ def test_generated_parts_are_current() -> None:
 
 
 def test_a_stale_part_is_noticed(tmp_path: Path) -> None:
-    for name in ("docs", "mori_mp", "workers", "shared"):
+    for name in ("docs", "mori_mp", "workers", "shared", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").unlink()
     (tmp_path / "docs").mkdir()

@@ -325,7 +325,7 @@ def test_two_core_vm_is_not_pinned_unless_forced(tmp_path: Path) -> None:
 
 
 def test_container_with_an_odd_cpuset(tmp_path: Path) -> None:
-    cpuset = "5,11,17-20,101,209-212"  # one L3's cores 17-20 with their siblings, and strays
+    cpuset = sysfs_tree.ODD_CPUSET
     machine = mi300x(files={"fs/cgroup/cpuset.cpus.effective": cpuset})
     topology = sysfs_tree.read(tmp_path, machine)
     assert format_cpulist(topology.allowed) == cpuset
