@@ -73,15 +73,19 @@ def check(panel: Mapping[str, Any]) -> None:
     where = f"panel {panel['id']} ({panel['title']})"
     if panel["type"] not in ("row", "state-timeline", "timeseries"):
         raise RenderError(f"{where}: panels of type {panel['type']} cannot be drawn")
+    if panel["type"] == "state-timeline":
+        unknown = {colour for _, colour in states_of(panel).values()} - set(_NAMED_COLOURS)
+        if unknown:
+            raise RenderError(f"{where}: colour {', '.join(sorted(unknown))} cannot be drawn")
     unit = panel.get("fieldConfig", {}).get("defaults", {}).get("unit")
     if panel["type"] == "timeseries" and unit not in UNITS:
         raise RenderError(f"{where}: unit {unit} cannot be drawn")
 
 
 def states_of(panel: Mapping[str, Any]) -> dict[float, tuple[str, str]]:
-    """Text and colour of each value of a state timeline."""
+    """Text and colour (Grafana's name) of each value of a state timeline."""
     return {
-        float(value): (shown["text"], _NAMED_COLOURS[shown["color"]])
+        float(value): (shown["text"], shown["color"])
         for mapping in panel["fieldConfig"]["defaults"]["mappings"]
         for value, shown in mapping["options"].items()
     }
@@ -161,7 +165,7 @@ def _colour(index: int) -> str:
 def _legend_entries(each: Drawn) -> list[tuple[str, str]]:
     """Names and colours."""
     if each.panel["type"] == "state-timeline":
-        return list(states_of(each.panel).values())
+        return [(text, _NAMED_COLOURS[colour]) for text, colour in states_of(each.panel).values()]
     return [(series.name, _colour(index)) for index, series in enumerate(each.series)]
 
 
@@ -193,7 +197,7 @@ def _plot_states(axes: Any, each: Drawn, span: Span) -> None:
         ]
         for value, (_, colour) in states.items():
             bars = [(at, span.step) for at, found in known if found == value]
-            axes.broken_barh(_joined(bars), (row - 0.35, 0.7), color=colour, linewidth=0)
+            axes.broken_barh(_joined(bars), (row - 0.35, 0.7), color=_NAMED_COLOURS[colour], linewidth=0)
     axes.set_yticks(range(len(each.series)), [series.name for series in each.series])
     axes.set_ylim(len(each.series) - 0.5, -0.5)
     axes.grid(False, axis="y")

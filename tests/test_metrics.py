@@ -232,6 +232,20 @@ def test_the_dashboard_groups_by_labels_that_its_metrics_have() -> None:
         assert (grouped | filtered) - labels == set(), query
 
 
+def test_legends_name_only_labels_that_their_query_keeps() -> None:
+    """Grafana leaves a label that is absent empty, so that two lines get one name."""
+    targets = [
+        target
+        for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+        for target in panel.get("targets", [])
+    ]
+    for target in targets:
+        kept = [set(group.split(", ")) - {"le"} for group in re.findall(r"by \(([^)]*)\)", target["expr"])]
+        named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        assert all(group == named for group in kept), target
+        assert kept, target
+
+
 def test_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]

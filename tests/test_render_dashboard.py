@@ -63,6 +63,9 @@ def found(*results: dict[str, Any]) -> tuple[int, Any]:
     return 200, {"status": "success", "data": {"resultType": "matrix", "result": list(results)}}
 
 
+PINK = {"type": "value", "options": {"0": {"text": "odd", "color": "pink"}}}
+
+
 def panel(expression: str = "up", **changes: Any) -> dict[str, Any]:
     return {
         "id": 7,
@@ -121,6 +124,7 @@ def test_a_query_that_fails_fails_and_names_the_panel(render: ModuleType, status
         (panel("rate(x[$__typo])"), "unknown variable $__typo"),
         (panel(type="gauge"), "panels of type gauge"),
         (panel(fieldConfig={"defaults": {"unit": "furlongs"}}), "unit furlongs"),
+        (panel(type="state-timeline", fieldConfig={"defaults": {"mappings": [PINK]}}), "colour pink"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(
