@@ -93,20 +93,17 @@ def _require(engine: str, config: ConnectorConfig) -> None:
             "backend_type=rdma needs an RDMA device, and /sys/class/infiniband has none; load the NIC's "
             "driver and, in a container, pass /dev/infiniband through"
         )
-    if config.memory_pool_device != "cpu" and not _sees_gpus(engine):
-        raise EngineUnavailable(
-            f"backend_type={engine} with memory_pool_device={config.memory_pool_device} needs "
-            f"{'an AMD GPU' if engine == 'xgmi' else 'a GPU'} that this process sees; check the driver, "
-            f"*_VISIBLE_DEVICES, and that this torch is a CUDA or ROCm build"
-        )
-
-
-def _sees_gpus(engine: str) -> bool:
-    if os.environ.get(PATH_ENV):
-        return True  # taken at its word
+    if config.memory_pool_device == "cpu" or os.environ.get(PATH_ENV):
+        return
     import torch
 
-    return torch.cuda.is_available() and (engine != "xgmi" or torch.version.hip is not None)
+    if not torch.cuda.is_available():
+        raise EngineUnavailable(
+            f"backend_type={engine} with memory_pool_device={config.memory_pool_device} needs a GPU that "
+            f"this process sees; check the driver, *_VISIBLE_DEVICES, and that this torch is a CUDA or ROCm build"
+        )
+    if engine == "xgmi" and config.backend_type == "auto" and torch.version.hip is None:
+        raise EngineUnavailable("xgmi joins AMD GPUs, and this torch is a CUDA build")
 
 
 def _rdma_devices() -> list[str]:

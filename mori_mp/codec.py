@@ -12,24 +12,27 @@ end of an edge may be the in-tree connector. Three things are different inside:
   one dimension, float8 and other dtypes that DLPack lacks when decoded.)
 
 Modules: codec_encode (plan), codec_decode (decode), codec_memory (addresses, tensors over raw memory),
-codec_image (PIL), codec_omni (vLLM's output objects).
+codec_device (GPU tensors that travel by themselves), codec_image (PIL), codec_omni (vLLM's output objects).
 """
 
 from __future__ import annotations
 
 from mori_mp.codec_decode import decode
+from mori_mp.codec_device import DeviceTensors, Fetch
 from mori_mp.codec_encode import MAX_BIN_BYTES, HostSegment, Plan, Segment, TensorSegment, plan
-from mori_mp.codec_memory import ALIGNMENT, is_dense, raw_view
+from mori_mp.codec_memory import ALIGNMENT, dense, raw_view
 
 __all__ = [
     "ALIGNMENT",
     "MAX_BIN_BYTES",
+    "DeviceTensors",
+    "Fetch",
     "HostSegment",
     "Plan",
     "Segment",
     "TensorSegment",
     "decode",
-    "is_dense",
+    "dense",
     "plan",
     "raw_view",
 ]

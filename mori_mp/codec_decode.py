@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from mori_mp import codec_omni
+from mori_mp.codec_device import MARK, Fetch
 from mori_mp.codec_encode import ARRAY_KINDS
 from mori_mp.codec_image import restore_image
 from mori_mp.codec_memory import DTYPES, MAX_DIMS, address_of, copy_bytes, random_token, tensor_from
@@ -59,13 +60,15 @@ class _Bin:
 _NESTED = frozenset({dict, list, _Bin})
 
 
-def decode(buf: bytes | bytearray | memoryview, *, copy: bool = True) -> Any:
+def decode(buf: bytes | bytearray | memoryview, *, copy: bool = True, fetch: Fetch | None = None) -> Any:
     """Decode a payload of the OmniSerializer format, from either end's class.
 
     copy=True: tensors, arrays and images own their memory and are writable; big data is copied once.
     copy=False: tensors and arrays are views of buf wherever their data is aligned for their dtype (payloads
     written by mori-mp always are, if buf is), and hold a reference to buf. Views of a read-only buffer must
     not be written to (numpy refuses, torch cannot). Images, and bytes objects, are always copies.
+
+    fetch gets the GPU tensors that travel by themselves; a payload with such is corrupt without it.
 
     Tensors come back on the CPU, contiguous, with dtype and shape kept; tuples as lists; Structs and
     dataclasses as dicts; vLLM's output objects as themselves where vLLM is installed, else as dicts.
@@ -78,12 +81,12 @@ def decode(buf: bytes | bytearray | memoryview, *, copy: bool = True) -> Any:
     try:
         taken = _find_data(view, _TAKE_OUT_FROM_BYTES if copy else 1, _SEARCH_FROM_BYTES if copy else 0)
         if taken:
-            run = _Run(view, copy)
+            run = _Run(view, copy, fetch)
             if run.parse(taken):
                 result = run.restore(run.root)
                 if run.resolved == len(taken):
                     return result
-        return _Run(view, copy).restore(msgspec.msgpack.decode(view))
+        return _Run(view, copy, fetch).restore(msgspec.msgpack.decode(view))
     except msgspec.DecodeError as error:
         raise CorruptPayload(f"a payload of {view.nbytes} bytes is damaged: {error}") from error
     except RecursionError as error:
@@ -128,11 +131,12 @@ def _bin_at(view: memoryview, offset: int) -> _Bin | None:
 class _Run:
     """One run of the decoder over one payload."""
 
-    __slots__ = ("_address", "_bins", "_copy", "_view", "resolved", "root")
+    __slots__ = ("_address", "_bins", "_copy", "_fetch", "_view", "resolved", "root")
 
-    def __init__(self, view: memoryview, copy: bool) -> None:
+    def __init__(self, view: memoryview, copy: bool, fetch: Fetch | None) -> None:
         self._view = view
         self._copy = copy
+        self._fetch = fetch
         self._address = -1
         self._bins: dict[bytes, _Bin] = {}
         self.resolved = 0
@@ -175,6 +179,8 @@ class _Run:
                 return self._array(obj)
             if obj.get("__pil_image__") is True:
                 return restore_image(obj, self._bytes(obj.get("data")))
+            if MARK in obj:
+                return self._device_tensor(obj)
             for key, value in obj.items():
                 if type(value) in _NESTED:
                     obj[key] = self.restore(value)
@@ -210,11 +216,16 @@ class _Run:
             return self._address + data.offset, data.nbytes, data.offset
         raise CorruptPayload(f"a tensor or array has {type(data).__name__} for data")
 
+    def _device_tensor(self, fields: dict[Any, Any]) -> torch.Tensor:
+        key, nbytes = fields[MARK], fields.get("nbytes")
+        if self._fetch is None or type(key) is not str or type(nbytes) is not int:
+            raise CorruptPayload("a tensor travels by itself in a way that this end does not understand")
+        name, dtype = _dtype(fields)
+        shape = _checked_shape(fields.get("shape"), dtype.itemsize, nbytes, name)
+        return self._fetch(key, nbytes).view(dtype).view(shape)
+
     def _tensor(self, fields: dict[Any, Any]) -> torch.Tensor:
-        name = fields.get("dtype")
-        dtype = DTYPES.get(name) if isinstance(name, str) else None
-        if not isinstance(name, str) or dtype is None:
-            raise CorruptPayload(f"a tensor has the unknown dtype {name!r:.40}")
+        name, dtype = _dtype(fields)
         source, nbytes, offset = self._place(fields.get("data"))
         shape = _checked_shape(fields.get("shape"), dtype.itemsize, nbytes, name)
         if self._copy or type(source) is not int or source % dtype.itemsize:
@@ -245,6 +256,15 @@ class _Run:
         array = numpy.empty(shape, dtype=dtype)
         copy_bytes(array.__array_interface__["data"][0], source, nbytes)
         return array
+
+
+def _dtype(fields: dict[Any, Any]) -> tuple[str, torch.dtype]:
+    """Return a tensor's dtype, with its name."""
+    name = fields.get("dtype")
+    dtype = DTYPES.get(name) if isinstance(name, str) else None
+    if not isinstance(name, str) or dtype is None:
+        raise CorruptPayload(f"a tensor has the unknown dtype {name!r:.40}")
+    return name, dtype
 
 
 def _checked_shape(shape: Any, itemsize: int, nbytes: int, dtype: str) -> tuple[int, ...]:

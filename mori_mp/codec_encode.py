@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from mori_mp import codec_omni
+from mori_mp.codec_device import DeviceTensors
 from mori_mp.codec_image import describe_image
 from mori_mp.codec_memory import (
     ALIGNMENT,
@@ -126,16 +127,19 @@ class Plan:
         return bytes(buffer)
 
 
-def plan(obj: Any) -> Plan:
+def plan(obj: Any, apart: DeviceTensors | None = None) -> Plan:
     """Encode an object in the OmniSerializer format, all but its tensor, array and image data.
 
+    apart takes the GPU tensors that are to travel by themselves; they must be published before the object.
     Takes what msgspec encodes (None, bool, int, float, str, bytes, list, tuple, dict, set, dataclasses,
     msgspec Structs, enums, datetimes, ...), torch tensors of any device, numpy arrays and number scalars,
     PIL images, slices, and vLLM's RequestOutput family. Raises PayloadError, naming type and place, for
     anything else, for integers beyond 64 bits, and for data of 4 GiB or more in one piece.
     """
     for _ in range(2):
-        encoder = _Skeleton()
+        encoder = _Skeleton(apart)
+        if apart is not None:
+            apart.tensors.clear()
         try:
             pieces = encoder.encode(codec_omni.lift(obj))
         except (TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
@@ -155,9 +159,10 @@ class _Blob(NamedTuple):
 class _Skeleton:
     """One run of the encoder."""
 
-    __slots__ = ("_mark", "_token", "blobs")
+    __slots__ = ("_apart", "_mark", "_token", "blobs")
 
-    def __init__(self) -> None:
+    def __init__(self, apart: DeviceTensors | None = None) -> None:
+        self._apart = apart
         self._token = random_token()
         self._mark = msgspec.Raw(self._token)
         self.blobs: list[_Blob] = []
@@ -168,6 +173,9 @@ class _Skeleton:
 
     def _hook(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
+            left_out = self._apart.leave_out(obj) if self._apart is not None else None
+            if left_out is not None:
+                return left_out
             blob = _tensor_blob(obj)
         else:
             found = _other(obj)

@@ -199,6 +199,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not _is_lazy(tensor)
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a strided tensor, or a copy of it, whose bytes are as `is_dense` has them."""
+    return tensor if is_dense(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def _lazy_mask() -> int:
     key = torch._C.DispatchKey
     keys = torch._C.DispatchKeySet(key.Conjugate) | torch._C.DispatchKeySet(key.Negative)

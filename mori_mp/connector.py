@@ -111,6 +111,7 @@ class MoriTransferEngineConnector:
             ),
             lease,
             settings.decode == "view",
+            settings.tensor_device == "cpu",
             meters,
             self.faults,
         )
@@ -175,7 +176,7 @@ class MoriTransferEngineConnector:
         pool = DevicePool(
             settings.memory_pool_size, settings.memory_pool_device, self._device_engine, self._options
         )
-        self.publisher.use_device(pool)
+        self.publisher.use_device(pool, settings.tensor_device == "pool")
         if self.role != "sender":
             self.receiver.use_device(pool)
         return pool

@@ -101,19 +101,17 @@ class DevicePool:
         return self._accelerator.holds(tensor)
 
     # ---------------------------------------------------------------------------- sending
-    def copy_in(self, offset: int, tensors: list[tuple[int, torch.Tensor]]) -> int:
-        """Enqueue copies of contiguous GPU tensors to places within a slot; returns the event behind them.
+    def copy_in(self, offset: int, tensor: torch.Tensor) -> int:
+        """Enqueue the copy of a dense GPU tensor to a slot; returns the number of the event behind it.
 
-        tensors: (bytes from the slot's start, tensor). The copies run on the caller's current stream of the
-        pool's GPU, after what fills the tensors on theirs. Raises GpuError.
+        It runs on the caller's current stream of the pool's GPU, after what fills the tensor on its own.
+        Raises GpuError.
         """
         with self._lock, self._current():
             event = self._free_event()
             stream = self._accelerator.stream(self.number)
-            for place, tensor in tensors:
-                target = self.address + offset + place
-                with self._accelerator.reading(tensor, self.number):
-                    self._runtime.memcpy_async(target, tensor.data_ptr(), tensor.nbytes, stream)
+            with self._accelerator.reading(tensor, self.number):
+                self._runtime.memcpy_async(self.address + offset, tensor.data_ptr(), tensor.nbytes, stream)
             self._record(event, stream)
             return event
 

@@ -129,10 +129,10 @@ class Intake:
         """Tell whether a payload came late for a key."""
         return key in self._late
 
-    def take_late(self, key: str) -> tuple[Any, int] | None:
+    def take_late(self, key: str, fetch: codec.Fetch) -> tuple[Any, int] | None:
         """Hand out what came late for a key."""
         late = self._late.pop(key, None)
-        return None if late is None else self.finish(key, late.fast_path, late.delivery, late.how)
+        return None if late is None else self.finish(key, late.fast_path, late.delivery, late.how, fetch)
 
     def keep_late(self, key: str, late: Late) -> None:
         """Keep a payload that came after its get() had given up: for the sender it is delivered.
@@ -159,8 +159,13 @@ class Intake:
                 self._late.pop(key, None)
 
     # ----------------------------------------------------------------------- hand-out
-    def finish(self, key: str, fast_path: bool, delivery: Delivery, how: str) -> tuple[Any, int]:
-        """Hand out a delivered payload: raw as its buffer, anything else decoded."""
+    def finish(
+        self, key: str, fast_path: bool, delivery: Delivery, how: str, fetch: codec.Fetch | None = None
+    ) -> tuple[Any, int]:
+        """Hand out a delivered payload: raw as its buffer, anything else decoded.
+
+        fetch gets the GPU tensors of an object that travel by themselves.
+        """
         size = delivery.size
         self.counters[how] += 1
         self.counters["gets"] += 1
@@ -169,9 +174,10 @@ class Intake:
             return delivery.buffer, size
         try:
             if self._decode_view and delivery.buffer is not None and delivery.view is not None:
-                return codec.decode(_held_view(delivery.view, delivery.buffer), copy=False), size
+                held = _held_view(delivery.view, delivery.buffer)
+                return codec.decode(held, copy=False, fetch=fetch), size
             try:
-                return codec.decode(delivery.host_view(), copy=True), size
+                return codec.decode(delivery.host_view(), copy=True, fetch=fetch), size
             finally:
                 if delivery.buffer is not None:
                     delivery.buffer.release()

@@ -37,8 +37,11 @@ POOL_WAIT_SECONDS = 1.0
 
 
 class _Publication(NamedTuple):
+    """whole: internal key of the payload that it is, or is a part of."""
+
     message: Publish
     name: str
+    whole: str
 
 
 class Publisher:
@@ -47,6 +50,7 @@ class Publisher:
     def __init__(self, slots: PoolSlots, tracer: Tracer | None = None) -> None:
         self._slots = slots
         self._device: DevicePool | None = None
+        self._apart = False
         self._tracer = tracer
         self._hot: HotChannel | None = None
         # No two stages count alike: what names a generation of our predecessor's means nothing here.
@@ -61,9 +65,12 @@ class Publisher:
         """Publish over this channel from now on."""
         self._hot = hot
 
-    def use_device(self, pool: DevicePool) -> None:
-        """Publish GPU tensors from a GPU pool from now on; it must be lent before the first one."""
-        self._device = pool
+    def use_device(self, pool: DevicePool, apart: bool) -> None:
+        """Publish GPU tensors from a GPU pool from now on; it must be lent before the first one.
+
+        apart: those inside objects too, by themselves; else they are encoded with the object.
+        """
+        self._device, self._apart = pool, apart
 
     def pool_stats(self) -> dict[str, dict[str, int]]:
         """Describe the pools for health(): `pool`, and `device_pool` if there is one."""
@@ -112,15 +119,32 @@ class Publisher:
             del keepalive
             self._publish(name, key, offset, size, True, began_ns)
             return size, True
-        plan = codec.plan(data)
+        return self._put_object(name, key, data, began_ns), False
+
+    def _put_object(self, name: str, key: str, data: Any, began_ns: int) -> int:
+        """Publish an encoded object, after those of its GPU tensors that travel by themselves."""
+        apart = None
+        if self._device is not None and self._apart:
+            apart = codec.DeviceTensors(key, next(self._generations), self._device.holds)
+        plan = codec.plan(data, apart)
         offset = self._alloc(self._slots, plan.nbytes)
+        copied: list[tuple[str, int, int, int]] = []
         try:
             plan.write_into_address(self._slots.pool.address + offset)
+            for part, tensor in apart.tensors if apart is not None else ():
+                assert self._device is not None
+                if len(part.encode()) > wire.MAX_KEY_BYTES:
+                    raise PayloadError(f"key {key[:80]!r}… leaves no room to name its GPU tensors")
+                copied.append((part, tensor.nbytes, *self._copy_to_device(self._device, tensor)))
         except BaseException:
+            for _, _, at, _ in copied:
+                self._give_back(at)
             self._slots.give_back(offset)
             raise
+        for part, size, at, event in copied:
+            self._publish(name, part, at, size, True, began_ns, event, key)
         self._publish(name, key, offset, plan.nbytes, False, began_ns)
-        return plan.nbytes, False
+        return plan.nbytes
 
     def _put_on_device(
         self, name: str, key: str, data: torch.Tensor, began_ns: int
@@ -131,16 +155,19 @@ class Publisher:
         size = data.nbytes
         if size == 0:
             return None
-        if not codec.is_dense(data):
-            data = data.detach().resolve_conj().resolve_neg().contiguous()
-        offset = self._alloc(pool.slots, size)
+        offset, event = self._copy_to_device(pool, data)
+        self._publish(name, key, offset, size, True, began_ns, event)
+        return size, True
+
+    def _copy_to_device(self, pool: DevicePool, tensor: torch.Tensor) -> tuple[int, int]:
+        """Enqueue the copy of a tensor into the GPU pool; returns (published offset, event)."""
+        tensor = codec.dense(tensor)
+        offset = self._alloc(pool.slots, tensor.nbytes)
         try:
-            event = pool.copy_in(offset, [(0, data)])
+            return self._slots.size + offset, pool.copy_in(offset, tensor)
         except BaseException:
             pool.slots.give_back(offset)
             raise
-        self._publish(name, key, self._slots.size + offset, size, True, began_ns, event)
-        return size, True
 
     def _own_slot(self, data: ManagedBuffer) -> tuple[int, int] | None:
         """Take a share of the slot of one of our own buffers, to publish it as it is; (offset, event)."""
@@ -164,6 +191,10 @@ class Publisher:
             return self._slots, offset
         assert self._device is not None
         return self._device.slots, offset - self._slots.size
+
+    def _give_back(self, offset: int) -> None:
+        slots, within = self._slots_of(offset)
+        slots.give_back(within)
 
     def _alloc(self, slots: Slots, size: int) -> int:
         try:
@@ -205,13 +236,14 @@ class Publisher:
         fast_path: bool,
         began_ns: int,
         event: int = -1,
+        whole: str = "",
     ) -> None:
         assert self._hot is not None
         began_us, now_us = began_ns // 1000, time.monotonic_ns() // 1000
         generation = next(self._generations)
         message = Publish(key, generation, offset, size, fast_path, False, began_us, now_us - began_us, event)
         with self._lock:
-            self._live[message.generation] = _Publication(message, name)
+            self._live[message.generation] = _Publication(message, name, whole or key)
             self._offsets.add(offset)
             self._by_name.setdefault(name, set()).add(message.generation)
         self._hot.send(message)
@@ -237,8 +269,7 @@ class Publisher:
                 of_name.discard(generation)
                 if not of_name:
                     del self._by_name[publication.name]
-            slots, offset = self._slots_of(publication.message.offset)
-            slots.give_back(offset)
+            self._give_back(publication.message.offset)
 
     def withdraw(self, name: str, key: str | None = None) -> int:
         """Withdraw what was put under name: on every edge, or only the internal key. Returns how many."""
@@ -246,7 +277,7 @@ class Publisher:
             return 0
         with self._lock:
             generations = [
-                g for g in self._by_name.get(name, ()) if key is None or self._live[g].message.key == key
+                g for g in self._by_name.get(name, ()) if key is None or self._live[g].whole == key
             ]
         if generations:
             self._hot.send(Withdraw(generations))

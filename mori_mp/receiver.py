@@ -20,14 +20,18 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from mori_mp import codec
 from mori_mp.device_pool import DevicePool
 from mori_mp.intake import Intake, Late, Timeouts, standalone
 from mori_mp.landing import Delivery, DevicePlace, HostPlace
 from mori_mp.link import Link, Peer, Us
+from mori_mp.managed import ManagedBuffer
 from mori_mp.meters import StageMeters
 from mori_mp.receiver_v1 import V1Receiver
 from mori_mp.shared import wire
-from mori_mp.shared.errors import EngineUnavailable, WireError
+from mori_mp.shared.errors import CorruptPayload, EngineUnavailable, WireError
 from mori_mp.shared.faults import Faults
 from mori_mp.slots import PoolSlots
 from mori_mp.switchboard import Switchboard
@@ -51,6 +55,7 @@ class Receiver:
         timeouts: Timeouts,
         lease: bool,
         decode_view: bool,
+        tensors_on_host: bool,
         meters: StageMeters,
         faults: Faults,
     ) -> None:
@@ -58,6 +63,7 @@ class Receiver:
         self._meters = meters
         self._faults = faults
         self._lease = lease
+        self._tensors_on_host = tensors_on_host
         self._board = Switchboard()
         host = HostPlace(slots, us.engine_desc, us.mem_desc)
         self._intake = Intake(host, self._board, timeouts, decode_view, faults, self._on_change)
@@ -126,12 +132,12 @@ class Receiver:
         return found
 
     def _get(self, wanted: Wanted, deadline: float | None) -> tuple[Any, int] | None:
+        link = self.link(wanted.host, wanted.port, wanted.edge)
         if self._intake.any_late:
             self._intake.drop_late()
-            late = self._intake.take_late(wanted.key)
+            late = self._intake.take_late(wanted.key, self._fetch_from(link))
             if late is not None:
                 return late
-        link = self.link(wanted.host, wanted.port, wanted.edge)
         if not self._reached(link, wanted, deadline):
             return None
         while True:
@@ -222,7 +228,7 @@ class Receiver:
                 return None  # a call that did not wait for the notice has fetched it
             delivery = standalone(ready.data) if ready.fast_path else Delivery(ready.data, None)
             try:
-                return self._intake.finish(wanted.key, ready.fast_path, delivery, "eager")
+                return self._finish(link, wanted.key, ready.fast_path, delivery, "eager")
             finally:
                 link.settle(consumed=ready.generation)
         if ready.offset >= 0 and self._lease and link.can_lease:
@@ -257,7 +263,7 @@ class Receiver:
             buffer.release()
             return None
         view = lent.view(ready.offset, ready.size)
-        return self._intake.finish(ready.key, ready.fast_path, Delivery(view, buffer), "lease")
+        return self._finish(link, ready.key, ready.fast_path, Delivery(view, buffer), "lease")
 
     def _pull(self, link: Link, request: wire.Pull, ready: wire.Ready, deadline: float) -> wire.Done | None:
         tracer = self._meters.tracer
@@ -298,8 +304,9 @@ class Receiver:
             return None
         delivery = self._leased(link, ready.key, done)
         if delivery is None:
-            return self._intake.take_late(ready.key)  # it may have been granted to a get() that had given up
-        return self._intake.finish(ready.key, done.fast_path, delivery, "lease")
+            # It may have been granted to a get() that had given up.
+            return self._intake.take_late(ready.key, self._fetch_from(link))
+        return self._finish(link, ready.key, done.fast_path, delivery, "lease")
 
     def _leased(self, link: Link, key: str, done: wire.Done) -> Delivery | None:
         """Take over a lease that the sender has granted; None if another call has the payload."""
@@ -356,10 +363,33 @@ class Receiver:
             return None
         if not link.mailbox.mark_taken(done.generation):
             slot.give_back()
-            return self._intake.take_late(ready.key)  # another call has it, or a get() that had given up
-        return self._intake.finish(ready.key, done.fast_path, slot.landed(), "landing")
+            # Another call has it, or a get() that had given up.
+            return self._intake.take_late(ready.key, self._fetch_from(link))
+        return self._finish(link, ready.key, done.fast_path, slot.landed(), "landing")
 
     # ------------------------------------------------------------------------- outcomes
+    def _finish(self, link: Link, key: str, fast_path: bool, delivery: Delivery, how: str) -> tuple[Any, int]:
+        return self._intake.finish(key, fast_path, delivery, how, self._fetch_from(link))
+
+    def _fetch_from(self, link: Link) -> codec.Fetch:
+        """Return what gets the GPU tensors of an object from its sender."""
+
+        def fetch(key: str, nbytes: int) -> torch.Tensor:
+            known = link.mailbox.get(key)
+            if known is not None:
+                link.mailbox.take(known)
+            ready = wire.Ready(key, 0, nbytes, True, _NOTHING, device=True)
+            deadline = time.monotonic() + self._intake.transfer_seconds(nbytes)
+            found = self._fetch_landing(link, ready, deadline, deadline)
+            if found is None or found is _ELSEWHERE:
+                raise CorruptPayload(f"its GPU tensor {key!r} ({nbytes} bytes) did not come; see the fault")
+            buffer: ManagedBuffer = found[0]
+            with buffer:
+                data = buffer.tensor
+                return data.to("cpu" if self._tensors_on_host else data.device, copy=True)
+
+        return fetch
+
     def _refused(self, link: Link, ready: wire.Ready, done: wire.Done) -> None:
         if done.status == wire.NOT_FOUND:
             self._intake.counters["misses"] += 1

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Check the transfer engines on this machine's GPUs: the engine contract, real bytes, kills, and figures.
+# Check engines and whole connectors on this machine's GPUs: the contract suite, real bytes, kills, and figures.
 #
 #     scripts/gpu_check.sh --out DIR [--kind cuda|hip] [--wheels DIR] [--engines LIST] [--quick]
 #
-#   --out DIR       where the report goes: environment.txt, contract.log, engines.log, engines.json
+#   --out DIR       where the report goes: environment.txt, contract.log, engines.log, engines.json,
+#                   connectors.log, connectors.json
 #   --kind          cuda or hip; the default is what the machine has
 #   --wheels DIR    wheels to put before this interpreter's packages (a machine without a package index)
 #   --engines LIST  comma list of cuda_ipc, xgmi (default: both)
 #   --quick         small sizes and few rounds
 #
 # PYTHON names the interpreter (default python3): CPython 3.10 or 3.12 with amd-mori, msgspec, pyzmq, pytest,
-# pytest-timeout, pytest-xdist and the test requirements of pyproject.toml. On AMD GPUs xgmi is Mori over ROCm. On
+# pytest-timeout, pytest-xdist, torch and the test requirements of pyproject.toml. On AMD GPUs xgmi is Mori over ROCm. On
 # NVIDIA GPUs it is the same unmodified Mori over a HIP runtime that passes its calls on to CUDA, built here with gcc
 # (CUDA_HOME, default /usr/local/cuda). Two GPUs are used where there are two. Takes about seven minutes.
 #
@@ -98,5 +99,9 @@ MORI_MP_TEST_GPU=$kind MORI_MP_TEST_MORI=require "$python" -m pytest -q -p no:be
 printf '\n== bytes, kills, figures\n'
 "$python" "$root/tests/gpu_check.py" --kind "$kind" --engines "$engines" --build "$build" --out "$out" \
     "${quick[@]}" 2>&1 | tee "$out/engines.log" || status=1
+
+printf '\n== whole connectors: put() to usable\n'
+"$python" "$root/tests/gpu_check_connectors.py" --kind "$kind" --engines "$engines" --build "$build" --out "$out" \
+    "${quick[@]}" 2>&1 | tee "$out/connectors.log" || status=1
 
 exit "$status"

@@ -66,6 +66,8 @@ class Stage:
         self._device = 0
         self._tensors: dict[str, torch.Tensor] = {}
         self._held: dict[str, Any] = {}
+        self._stop = threading.Event()
+        self._spinner: threading.Thread | None = None
 
     def make(self, config: dict[str, Any], device: int) -> int:
         """Make the connector, its pool on a device; returns its port."""
@@ -129,8 +131,8 @@ class Stage:
     def health(self) -> dict[str, Any]:
         return self._ours().health()
 
-    def cleanup(self, key: str) -> None:
-        self._ours().cleanup(key)
+    def cleanup(self, key: str, *edge: str) -> None:
+        self._ours().cleanup(key, *edge)
 
     def collect(self) -> None:
         self._ours().reap_consumed()
@@ -138,22 +140,56 @@ class Stage:
     def close(self) -> None:
         self._ours().close()
 
-    def time_puts(self, name: str, count: int, busy: bool) -> list[float]:
-        """Time put() of a tensor, perhaps beside a thread that spins; microseconds each."""
-        stop = threading.Event()
-        spinner = threading.Thread(target=lambda: [None for _ in iter(stop.is_set, True)])
-        if busy:
-            spinner.start()
+    # --------------------------------------------------------------------------- figures
+    def spin(self, on: bool) -> None:
+        """Start or stop a thread that wants the GIL all the time."""
+        if on:
+            self._stop.clear()
+            self._spinner = threading.Thread(target=lambda: [None for _ in iter(self._stop.is_set, True)])
+            self._spinner.start()
+        elif self._spinner is not None:
+            self._stop.set()
+            self._spinner.join()
+            self._spinner = None
+
+    def timed_put(self, key: str, name: str, size: int) -> list[Any]:
+        """Put the first bytes of a tensor; returns [begin, end, metadata], in CLOCK_MONOTONIC nanoseconds."""
+        data = self._tensors[name][:size]
+        begin = time.monotonic_ns()
+        ok, _, metadata = self._ours().put("0", "1", key, data)
+        end = time.monotonic_ns()
+        assert ok
+        return [begin, end, metadata]
+
+    def timed_get(self, key: str, metadata: dict[str, Any], to_gpu: bool) -> list[int]:
+        """Get a payload, and have it on this stage's GPU; returns [nanoseconds, check sum]."""
+        found = self._ours().get("0", "1", key, metadata)
+        assert found is not None
+        buffer = found[0]
+        tensor = buffer.tensor.to(f"cuda:{self._device}") if to_gpu else buffer.tensor
+        if to_gpu:
+            torch.cuda.synchronize(self._device)
+        usable = time.monotonic_ns()
+        checked = int(tensor[:: max(1, tensor.numel() // 4096)].to(torch.int64).sum())
+        buffer.release()
+        return [usable, checked]
+
+    def check_sum(self, name: str, size: int) -> int:
+        """Return what timed_get() returns for the first bytes of a tensor."""
+        tensor = self._tensors[name][:size]
+        return int(tensor[:: max(1, size // 4096)].to(torch.int64).sum())
+
+    def time_raw_copies(self, size: int, device: int, count: int) -> list[float]:
+        """Time torch's own copies of so many bytes to a device, each synchronised; microseconds."""
+        source = self._tensors["figures"][:size]
+        target = torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
         times = []
-        for number in range(count):
+        for _ in range(count):
             begin = time.perf_counter_ns()
-            ok, _, _ = self._ours().put("0", "1", f"{name}-{number}-{busy}", self._tensors[name])
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(device)
             times.append((time.perf_counter_ns() - begin) / 1e3)
-            assert ok
-            self._ours().cleanup(f"{name}-{number}-{busy}")
-        stop.set()
-        if busy:
-            spinner.join()
         return times
 
     def _ours(self) -> MoriTransferEngineConnector:
