@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from connector_support import short_directory  # noqa: E402
-from omni_support import OURS, Cast, Host, host_missing  # noqa: E402
+from omni_support import FACADE, OURS, Cast, Host, host_missing  # noqa: E402
 
 from mori_mp.pipeline.free_ports import PortBlock  # noqa: E402
 
@@ -87,10 +87,8 @@ def run(cast: Cast, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """Run all cases; 0 if ours delivered everything and the in-tree class did not."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--stand-in", type=Path, default=ROOT / "tests" / "mori_facade", help="folder with `mori`"
-    )
-    parser.add_argument("--pin", default="mori.pinned:pin_memory", help="its stand-in for Tensor.pin_memory")
+    parser.add_argument("--stand-in", type=Path, default=FACADE["path"], help="folder with `mori`")
+    parser.add_argument("--pin", default=FACADE["pin"], help="its stand-in for Tensor.pin_memory")
     parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--chunks", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=15.0, help="how long a stage waits for its chunks")

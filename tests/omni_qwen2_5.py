@@ -6,6 +6,7 @@ must be, put together, what it would have received whole.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import sys
@@ -13,23 +14,22 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from omni_stages import HOST, ChunkStage, Plan, compile_function, new_request
 from vllm.v1.request import RequestStatus
+from vllm_omni.config.stage_config import PipelineConfig, load_deploy_config, merge_pipeline_deploy
 from vllm_omni.distributed.omni_connectors import adapter as host_adapter
-from vllm_omni.distributed.omni_connectors.transfer_adapter.chunk_transfer_adapter import (
-    OmniChunkTransferAdapter,
-)
+from vllm_omni.model_executor.models.qwen2_5_omni.pipeline import QWEN2_5_OMNI_PIPELINE
 from vllm_omni.model_executor.stage_input_processors import qwen2_5_omni as host_processors
-from vllm_omni.request import OmniRequest
 
 from mori_mp.pipeline.free_ports import PortBlock
-from mori_mp.vllm_omni import plugin, qwen2_5_omni
+from mori_mp.vllm_omni import plugin, qwen2_5_omni, qwen2_5_pipeline
 
+DEPLOY = Path(__file__).parents[1] / "deploy" / "qwen2_5_omni_mori_intranode.yaml"
 WIDTH = 48
 STOP = 151645
 PROMPT = [151644, 8948, 11, 12, 13, 151645, 198, 151644, 872, 21, 22, 151645, 198, 151644, 77091, 198]
@@ -37,98 +37,77 @@ ENDS = {"stop": RequestStatus.FINISHED_STOPPED, "length": RequestStatus.FINISHED
 host_rule = host_adapter.compute_talker_prompt_ids_length
 
 
-class Stage:
-    """One stage's chunk adapter and its requests."""
-
-    def __init__(self, stage: int, base_port: int, processor: Any = None, **extra: Any) -> None:
-        receives = {"role": "receiver", "from_stage": str(stage - 1), "to_stage": str(stage)}
-        sends = {"role": "sender", "from_stage": "0", "to_stage": "1"}
-        connector = {
-            "name": plugin.OWN_NAME,
-            "extra": {
-                "stage_id": stage, "host": "127.0.0.1", "zmq_port": base_port, "backend_type": "shm",
-                "memory_pool_size": 8 << 20, "memory_pool_device": "cpu", "num_transfer_workers": 1,
-                "prefault": False, "pin": "off", **(receives if stage else sends), **extra,
-            },
-        }  # fmt: skip
-        config = SimpleNamespace(
-            stage_connector_config=connector,
-            stage_id=stage,
-            max_num_seqs=4,
-            max_model_len=4096,
-            worker_type="generation" if stage == 2 else "ar",
-            async_chunk=True,
-            custom_process_next_stage_input_func=processor and f"{processor.__module__}.{processor.__name__}",
-        )
-        scheduler = SimpleNamespace(max_num_seqs=4)
-        self.adapter = OmniChunkTransferAdapter(
-            SimpleNamespace(model_config=config, scheduler_config=scheduler)
-        )
-        self.running: list[Any] = []
-        self._waiting = FCFSRequestQueue()
-
-    def receive(self, request: Any, seconds: float = 20.0) -> list[tuple[list[int], dict[str, Any]]]:
-        """Return every chunk of a request: its prompt then, and what came."""
-        self.running.append(request)
-        requests, chunks = {request.request_id: request}, []
-        deadline = time.monotonic() + seconds
-        while not self.adapter.is_done_receiving_chunks(request.request_id):
-            assert time.monotonic() < deadline, f"no end after {len(chunks)} chunks"
-            chunks += self._turn(request, requests)
-            time.sleep(0.001)
-        while not chunks or self.adapter.requests_with_ready_chunks or self._unscheduled(request):
-            assert time.monotonic() < deadline, "the last chunk is not handed out"
-            chunks += self._turn(request, requests)
-        return chunks
-
-    def _unscheduled(self, request: Any) -> bool:
-        return request.status == RequestStatus.WAITING_FOR_CHUNK
-
-    def _turn(self, request: Any, requests: dict[str, Any]) -> list[tuple[list[int], dict[str, Any]]]:
-        adapter = self.adapter
-        adapter.process_pending_chunks(self._waiting, self.running, scheduler_requests=requests)
-        ready = [name for name in requests if name in adapter.requests_with_ready_chunks]
-        output = SimpleNamespace(
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=ready, additional_information={}),
-        )
-        prompt = list(request.prompt_token_ids)
-        adapter.postprocess_scheduler_output(output, requests)
-        adapter.restore_queues(self._waiting, self.running, requests)
-        return [(prompt, output.scheduled_cached_reqs.additional_information[name] or {}) for name in ready]
+def stream_plan(stage: int, base_port: int) -> Plan:
+    """A stage of our deploy file, cut to a test's size and this machine."""
+    extra = {
+        "host": "127.0.0.1", "zmq_port": base_port, "backend_type": "shm", "memory_pool_device": "cpu",
+        "memory_pool_size": 8 << 20, "num_transfer_workers": 1, "prefault": False, "pin": "off",
+        "codec_chunk_frames": 10, "initial_codec_chunk_frames": 4,
+    }  # fmt: skip
+    return {"stage": stage, "deploy": DEPLOY, "runner": False, "extra": extra}
 
 
 @contextmanager
-def stages() -> Iterator[list[Stage]]:
-    """Thinker, talker and code2wav, with the prompt lengths that the talker needs."""
+def stages() -> Iterator[list[ChunkStage]]:
+    """Thinker, talker and code2wav, as our pipeline and deploy file have them."""
     plugin.register()
-    with tempfile.TemporaryDirectory(prefix="mmp-", dir="/tmp") as runtime, PortBlock() as ports:
+    with enabled() as processors, tempfile.TemporaryDirectory(prefix="mmp-", dir="/tmp") as runtime:
         os.environ.update(MORI_MP_RUNTIME_DIR=runtime)
-        made = [
-            Stage(0, ports.base, qwen2_5_omni.thinker2talker_async_chunk),
-            Stage(1, ports.base, qwen2_5_omni.talker2code2wav_async_chunk, codec_chunk_frames=10,
-                  initial_codec_chunk_frames=4),
-            Stage(2, ports.base),
-        ]  # fmt: skip
-        host_adapter.compute_talker_prompt_ids_length = qwen2_5_omni.talker_prompt_length
-        try:
-            yield made
-        finally:
-            host_adapter.compute_talker_prompt_ids_length = host_rule
-            for stage in reversed(made):
-                stage.adapter.shutdown()
+        with PortBlock() as ports:
+            made = [
+                ChunkStage(stream_plan(stage, ports.base), processor)
+                for stage, processor in enumerate(processors)
+            ]
+            try:
+                yield made
+            finally:
+                for stage in reversed(made):
+                    stage.close()
 
 
-def new_request(name: str, prompt: list[int]) -> Any:
-    request = OmniRequest(
-        request_id=f"{name}-internal",
-        external_req_id=name,
-        prompt_token_ids=list(prompt),
-        sampling_params=SamplingParams(max_tokens=1000),
-        pooling_params=None,
-    )
-    request.status = RequestStatus.RUNNING
-    return request
+@contextmanager
+def enabled() -> Iterator[list[str | None]]:
+    """Streaming registered with the host; gives the processors that a server finds for our deploy file."""
+    registry = _registry()
+    os.environ[qwen2_5_pipeline.ENABLE_ENV] = "1"
+    try:
+        qwen2_5_pipeline.register()
+        config = load_deploy_config(DEPLOY)
+        merged = merge_pipeline_deploy(registry.OMNI_PIPELINES[config.pipeline], config)
+        yield [stage.yaml_engine_args.get("custom_process_next_stage_input_func") for stage in merged]
+    finally:
+        del os.environ[qwen2_5_pipeline.ENABLE_ENV]
+        host_adapter.compute_talker_prompt_ids_length = host_rule
+
+
+def _registry() -> Any:
+    """The host's registry of pipelines. Importing it imports every model.
+
+    Where one of them lacks a package, its function is compiled from its source, over an empty registry.
+    """
+    name = "vllm_omni.config.pipeline_registry"
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        registry = sys.modules[name] = ModuleType(name)
+        registry.__dict__.update(OMNI_PIPELINES={}, PipelineConfig=PipelineConfig)
+        compile_function(HOST / "config" / "pipeline_registry.py", "register_pipeline", registry.__dict__)
+        return registry
+
+
+def receive(stage: ChunkStage, request: Any, seconds: float = 20.0) -> list[tuple[list[int], Plan]]:
+    """Return every chunk of a request: its prompt then, and what came."""
+    stage.admit(request)
+    chunks: list[tuple[list[int], Plan]] = []
+    deadline = time.monotonic() + seconds
+    while True:
+        for _, information in stage.step():
+            chunks.append((list(request.prompt_token_ids), information or {}))
+            if stage.received_all(request):
+                stage.drop(request)
+                return chunks
+        assert time.monotonic() < deadline, f"no end after {len(chunks)} chunks"
+        time.sleep(0.0005)
 
 
 def rows(count: int) -> torch.Tensor:
@@ -203,9 +182,9 @@ def thinker_chunks() -> None:
                     number += 1
                     answer = [1000 + i for i in range(answer_length - 1)] + [STOP if end == "stop" else 1999]
                     hidden = rows(len(PROMPT) + len(answer) - 1)
-                    request = new_request(f"r{number}", PROMPT)
+                    request = new_request(f"r{number}", PROMPT, {})
                     think(thinker.adapter, request, hidden, answer, end, parts)
-                    got = [info for _, info in talker.receive(new_request(f"r{number}", [0] * 18))]
+                    got = [info for _, info in receive(talker, new_request(f"r{number}", [0] * 18, {}))]
                     whole = host_processors.thinker2talker_full_payload(None, {"hidden": hidden}, request)
                     where = f"{end}, answer of {answer_length}, prompt in {parts}"
                     reply = [got[0]["hidden_states"]["output"]]
@@ -237,9 +216,9 @@ def codec_chunks() -> None:
                 ids[:14],
             ]
         ):
-            request = new_request(f"c{number}", [8293, 8292, 8294])
+            request = new_request(f"c{number}", [8293, 8292, 8294], {})
             talk(talker.adapter, request, tokens)
-            got = code2wav.receive(new_request(f"c{number}", [0]))
+            got = receive(code2wav, new_request(f"c{number}", [0], {}))
             whole = host_processors.talker2code2wav_full_payload(None, {}, request)
             pieces = [prompt for prompt, _ in got if prompt != [0]]
             assert [code for piece in pieces for code in piece] == whole["codes"]["audio"], tokens
@@ -271,7 +250,7 @@ def step(manager: Manager, request: Any, hidden: Any, token: int | None, finishe
 
 @contextmanager
 def reserved_in_full() -> Iterator[None]:
-    host_adapter.compute_talker_prompt_ids_length = qwen2_5_omni.talker_prompt_length
+    host_adapter.compute_talker_prompt_ids_length = qwen2_5_pipeline.talker_prompt_length
     try:
         yield
     finally:
@@ -283,7 +262,7 @@ def what_is_computed_again() -> None:
     hidden, length = rows(len(PROMPT) + 3), len(PROMPT)
     for parts in (1, 3):
         with reserved_in_full():
-            manager, request = Manager(), new_request("again", PROMPT)
+            manager, request = Manager(), new_request("again", PROMPT, {})
             assert step(manager, request, hidden[:length], 1) is None
             first = step(manager, request, hidden[length : length + 1], 2)
             for part in range(parts - 1):
@@ -301,9 +280,9 @@ def requests_that_cannot_be_streamed() -> None:
     hidden, length = rows(len(PROMPT) + 1), len(PROMPT)
 
     def reason(play: Any, prompt: list[int] = PROMPT, full: bool = True) -> str:
-        manager, request = Manager(), new_request("bad", prompt)
+        manager, request = Manager(), new_request("bad", prompt, {})
         host_adapter.compute_talker_prompt_ids_length = (
-            qwen2_5_omni.talker_prompt_length if full else host_rule
+            qwen2_5_pipeline.talker_prompt_length if full else host_rule
         )
         try:
             assert play(manager, request) is None
@@ -328,52 +307,29 @@ def requests_that_cannot_be_streamed() -> None:
         request.resumable = True
         return step(manager, request, hidden[:length], 1)
 
-    assert qwen2_5_omni.ENABLE_ENV in reason(two_steps, full=False)
+    assert qwen2_5_pipeline.ENABLE_ENV in reason(two_steps, full=False)
     assert "are due" in reason(short)
     assert "preempted" in reason(preempted_in_parts)
     assert "streaming input" in reason(session)
 
 
-def _stand_in_for_the_registry() -> None:
-    """Importing the host's imports every model; where one of them lacks a package, a bare one has to do."""
-    name = "vllm_omni.config.pipeline_registry"
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        registry = ModuleType(name)
-        pipelines: dict[str, Any] = {}
-        registry.__dict__.update(OMNI_PIPELINES=pipelines)
-        registry.__dict__["register_pipeline"] = lambda pipeline, key: pipelines.update({key: pipeline})
-        sys.modules[name] = registry
-
-
 def registration() -> None:
-    """Only on request; the pipeline is the host's with two processors more, and a deploy file can name it."""
-    from pathlib import Path
-
-    import mori_mp
-
-    _stand_in_for_the_registry()
-    os.environ.pop(qwen2_5_omni.ENABLE_ENV, None)
-    qwen2_5_omni.register()
+    """Only on request; the pipeline is the host's with two processors more, and our deploy file names it."""
+    registry = _registry()
+    qwen2_5_pipeline.register()
     assert host_adapter.compute_talker_prompt_ids_length is host_rule
-    os.environ[qwen2_5_omni.ENABLE_ENV] = "1"
-    qwen2_5_omni.register()
-    qwen2_5_omni.register()
-    assert host_adapter.compute_talker_prompt_ids_length(PROMPT) == len(PROMPT) + 2
-    from vllm_omni.config.pipeline_registry import OMNI_PIPELINES
-    from vllm_omni.config.stage_config import load_deploy_config, merge_pipeline_deploy
-
-    deploy = Path(mori_mp.__file__).parent.parent / "deploy" / "qwen2_5_omni_mori_intranode.yaml"
-    config = load_deploy_config(deploy)
-    merged = merge_pipeline_deploy(OMNI_PIPELINES[config.pipeline], config)
-    processors = [s.yaml_engine_args.get("custom_process_next_stage_input_func") for s in merged]
-    module = qwen2_5_omni.__name__
-    assert processors == [
-        f"{module}.thinker2talker_async_chunk",
-        f"{module}.talker2code2wav_async_chunk",
-        None,
-    ]
+    assert qwen2_5_pipeline.PIPELINE not in registry.OMNI_PIPELINES
+    for _ in range(2):
+        with enabled() as processors:
+            assert host_adapter.compute_talker_prompt_ids_length(PROMPT) == len(PROMPT) + 2
+            assert processors == [
+                f"{qwen2_5_omni.__name__}.{qwen2_5_omni.thinker2talker_async_chunk.__name__}",
+                f"{qwen2_5_omni.__name__}.{qwen2_5_omni.talker2code2wav_async_chunk.__name__}",
+                None,
+            ]
+    ours = registry.OMNI_PIPELINES[qwen2_5_pipeline.PIPELINE]
+    for mine, theirs in zip(ours.stages, QWEN2_5_OMNI_PIPELINE.stages, strict=True):
+        assert dataclasses.replace(mine, async_chunk_process_next_stage_input_func=None) == theirs
 
 
 CHECKS = {

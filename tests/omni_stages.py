@@ -35,25 +35,25 @@ Plan = dict[str, Any]
 
 
 # -------------------- configuration, as the host does it
-def stage_spec(plan: Plan) -> Plan:
-    """Name and unresolved configuration of a stage's connector, by the host's own function.
+def compile_function(module: Path, name: str, names: Plan) -> Any:
+    """Make one function of a module that cannot be imported here; `names` become its globals."""
+    body = ast.parse(module.read_text()).body
+    found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+    # Annotations stay text, as under the module's own `from __future__ import annotations`.
+    future = ast.parse("from __future__ import annotations").body
+    exec(compile(ast.Module([*future, *found], []), module.name, "exec"), names)
+    return names[name]
 
-    Its module cannot be imported without torchvision, so that one function is compiled from its source.
-    """
-    transfer = load_omni_transfer_config(SHIPPED)
+
+def stage_spec(plan: Plan) -> Plan:
+    """Name and unresolved configuration of a stage's connector, by the host's own function."""
+    transfer = load_omni_transfer_config(plan.get("deploy", SHIPPED))
     for spec in transfer.connectors.values():
         spec.name = plan.get("name", spec.name)
         spec.extra.update(plan["extra"])
-    source = ast.parse((HOST / "engine" / "stage_init_utils.py").read_text())
-    found = [
-        n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == "get_stage_connector_spec"
-    ]
-    names: dict[str, Any] = {
-        "Any": Any,
-        "TRANSFER_ENGINE_CONNECTOR_NAMES": host_config.TRANSFER_ENGINE_CONNECTOR_NAMES,
-    }
-    exec(compile(ast.Module(found, []), "stage_init_utils.py", "exec"), names)
-    spec = names["get_stage_connector_spec"](transfer, plan["stage"], True)
+    names = {"TRANSFER_ENGINE_CONNECTOR_NAMES": host_config.TRANSFER_ENGINE_CONNECTOR_NAMES}
+    of_stage = compile_function(HOST / "engine" / "stage_init_utils.py", "get_stage_connector_spec", names)
+    spec = of_stage(transfer, plan["stage"], True)
     assert isinstance(spec, dict)
     return spec
 
@@ -112,6 +112,11 @@ class ChunkStage:
         self.requests: dict[str, OmniRequest] = {}
         self.running: list[OmniRequest] = []
         self._waiting = FCFSRequestQueue()
+
+    def connector_class(self) -> Plan:
+        """Which class the host made."""
+        made = type(self.adapter.connector)
+        return {"class": made.__name__, "module": made.__module__}
 
     def admit(self, request: OmniRequest) -> None:
         self.requests[request.request_id] = request

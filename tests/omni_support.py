@@ -21,6 +21,9 @@ REQUIRE = "MORI_MP_REQUIRE_VLLM_OMNI"  # set where a missing host is a failure, 
 IMPORT_SECONDS = 240.0
 STAGE_SECONDS = 60.0
 OURS = "MoriTransferEngineConnector"
+OWN = "MoriMPConnector"
+# The in-tree class in a stage without Mori and a GPU: Mori's package, and what stands in for pinned memory.
+FACADE = {"path": str(Path(__file__).with_name("mori_facade")), "pin": "mori.pinned:pin_memory"}
 
 Plan = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The payload codec: round trips, zero copies, damaged input, and the in-tree serializer at the other end."""
+"""The payload codec: round trips, zero copies, damaged input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from mori_mp.codec import ALIGNMENT, HostSegment, TensorSegment, decode, plan, r
 from mori_mp.codec_memory import DTYPES, address_of
 from mori_mp.shared.errors import CorruptPayload, PayloadError
 
-IN_TREE = "vllm_omni.distributed.omni_connectors.utils.serialization"
 ARRAY_DTYPES = [
     "?",
     "<i2",
@@ -775,90 +774,3 @@ def test_output_maps_stay_dicts_without_vllm(monkeypatch: pytest.MonkeyPatch) ->
         {"index": 0, "text": "", "token_ids": [1], "finish_reason": None},
     ):
         assert decode(plan(obj).to_bytes()) == obj
-
-
-# --------------------------------------------------------------------------- the in-tree serializer
-@pytest.fixture(scope="module")
-def in_tree() -> Any:
-    module = pytest.importorskip(IN_TREE, reason="needs vllm and vllm-omni")
-    return module.OmniSerializer
-
-
-in_tree_objects = st.recursive(
-    scalars | tensors | arrays(),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(texts | st.integers(-5, 99), inner, max_size=4)
-    ),
-    max_leaves=10,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(obj=in_tree_objects)
-def test_in_tree_reads_ours_and_we_read_in_tree(in_tree: Any, obj: Any) -> None:
-    assert same(in_tree.deserialize(plan(obj).to_bytes()), obj)
-    theirs = in_tree.serialize(obj)
-    assert same(decode(theirs), obj)
-    assert same(decode(theirs, copy=False), obj)
-
-
-def test_in_tree_large_data_both_ways(in_tree: Any) -> None:
-    obj = {
-        "hidden": torch.randn(300, 1024).bfloat16(),
-        "a": np.arange(70_000),
-        "codes": torch.arange(800).view(16, 50),
-    }
-    assert same(in_tree.deserialize(plan(obj).to_bytes()), obj)
-    theirs = in_tree.serialize(obj)
-    assert same(decode(theirs), obj)
-    assert same(decode(theirs, copy=False), obj)
-
-
-@pytest.mark.parametrize("mode", IMAGE_MODES)
-@pytest.mark.filterwarnings("ignore:'mode' parameter is deprecated:DeprecationWarning")
-def test_in_tree_images(in_tree: Any, mode: str) -> None:
-    pixels = bytes(i * 7 % 251 for i in range(35 * 4))
-    grey = Image.frombytes("L", (7, 5), pixels[:35])
-    made = mode in ("HSV", "LAB")
-    image = Image.frombytes(mode, (7, 5), pixels[:105]) if made else grey.convert(mode)
-    theirs = in_tree.deserialize(plan(image).to_bytes())
-    if mode == "1":  # which the in-tree decoder cannot make
-        assert same(theirs, image.convert("L"))
-        return
-    assert same(theirs, image)
-    assert same(decode(in_tree.serialize(image)), image)
-
-
-def test_in_tree_output_objects(in_tree: Any) -> None:
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm_omni.outputs import OmniRequestOutput
-
-    completion = CompletionOutput(
-        0, "hi", [1, 2], -0.5, None, routed_experts=np.arange(6).reshape(1, 2, 3), finish_reason="stop"
-    )
-    completion.multimodal_output = {"audio": torch.ones(3)}
-    request = RequestOutput("r", "p", [1], None, [completion], True, num_cached_tokens=3)
-    request.multimodal_output = {"latent": torch.arange(4)}
-    omni = OmniRequestOutput.from_diffusion("o", [Image.new("RGB", (2, 2))], latents=torch.ones(2, 2))
-    staged = OmniRequestOutput.from_stage_output(request, stage_id=1)
-    for read in (decode, in_tree.deserialize):
-        got = read(plan([completion, request, omni, staged]).to_bytes())
-        assert [type(o) for o in got] == [
-            CompletionOutput,
-            RequestOutput,
-            OmniRequestOutput,
-            OmniRequestOutput,
-        ]
-        for one in (got[0], got[1].outputs[0], got[3].outputs[0]):
-            assert (one.text, one.token_ids, one.finish_reason) == ("hi", [1, 2], "stop")
-            assert same(one.routed_experts, completion.routed_experts)
-            assert same(one.multimodal_output, completion.multimodal_output)
-        assert (got[1].request_id, got[1].num_cached_tokens, got[1].finished) == ("r", 3, True)
-        assert same(got[1].multimodal_output, request.multimodal_output)
-        assert same(got[2].images[0], omni.images[0])
-        assert same(got[2].latents, omni.latents)
-        assert got[3].stage_id == 1
-    theirs = decode(in_tree.serialize([completion, request, omni]))
-    assert [type(o) for o in theirs] == [CompletionOutput, RequestOutput, OmniRequestOutput]
-    assert same(theirs[1].outputs[0].multimodal_output, completion.multimodal_output)
-    assert same(theirs[2].latents, omni.latents)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mori_mp.ports import TRANSFER_ENGINE_NAMES
-from mori_mp.vllm_omni import plugin
+from mori_mp.vllm_omni import plugin, qwen2_5_pipeline
 
 CONNECTORS = "vllm_omni/distributed/omni_connectors"
 HOST = {
@@ -55,15 +55,17 @@ def names():
             if hasattr(m, "TRANSFER_ENGINE_CONNECTOR_NAMES")}
 """
 OURS, THEIRS = plugin.__name__, "vllm_omni.distributed.omni_connectors.factory"
+HEAVY = "sorted(m for m in sys.modules if m.partition('.')[0] in ('torch', 'zmq', 'vllm', 'vllm_omni'))"
+ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(root: Path, body: str, **environment: str) -> Any:
+def run(root: Path, body: str, *options: str, **environment: str) -> Any:
     """Run a program over the host package at root; returns what it assigned to `said`, and its log lines."""
     program = f"{PROLOGUE}\n{body}\nprint(json.dumps([said, lines]))"
-    env = {k: v for k, v in os.environ.items() if k != plugin.TAKEOVER_ENV}
-    env |= {"PYTHONPATH": str(root), **environment}
+    env = {k: v for k, v in os.environ.items() if k not in (plugin.TAKEOVER_ENV, qwen2_5_pipeline.ENABLE_ENV)}
+    env |= {"PYTHONPATH": f"{root}{os.pathsep}{ROOT}", **environment}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, *options, "-c", program], env=env, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -79,8 +81,8 @@ def host(tmp_path: Path) -> Path:
 
 
 def test_entry_point() -> None:
-    found = [e for e in entry_points(group="vllm.general_plugins") if e.name == "mori_mp"]
-    assert [e.value for e in found] == ["mori_mp.vllm_omni.plugin:register"]
+    found = [e for e in entry_points(group="vllm.general_plugins") if e.module.startswith("mori_mp.")]
+    assert [(e.name, e.value) for e in found] == [("mori_mp", "mori_mp.vllm_omni.plugin:register")]
     assert found[0].load() is plugin.register
 
 
@@ -90,7 +92,7 @@ def test_registering_imports_nothing(host: Path) -> None:
         host,
         "before = set(sys.modules); register(); register()\n"
         "loaded = set(sys.modules) - before\n"
-        "heavy = sorted(m for m in sys.modules if m.partition('.')[0] in ('torch', 'zmq', 'vllm_omni'))\n"
+        f"heavy = {HEAVY}\n"
         "said = [heavy, len(loaded), registry(), names(), len(sys.meta_path)]\n"
         "register(); said.append(registry() == said[2])\n",
     )
@@ -128,10 +130,12 @@ def test_takeover_declined(host: Path, value: str) -> None:
 
 def test_no_host(tmp_path: Path) -> None:
     (tmp_path / "vllm_omni").mkdir()  # a folder of that name is no package
-    body = "before = list(sys.meta_path); register(); said = before == sys.meta_path"
-    said, lines = run(tmp_path, body)
-    assert said is True
-    assert lines == []
+    body = f"before = list(sys.meta_path); register(); said = [before == sys.meta_path, {HEAVY}]"
+    for qwen in ("0", "1"):
+        # -S: without site-packages, where vllm-omni may be.
+        said, lines = run(tmp_path, body, "-S", MORI_MP_QWEN2_5_OMNI=qwen)
+        assert said == [True, []]
+        assert lines == []
 
 
 def test_a_host_of_another_shape_is_left_alone(host: Path) -> None:

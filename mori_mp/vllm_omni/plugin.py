@@ -13,6 +13,8 @@ import the extended one.
 Importing the host's factory imports vLLM-Omni, which patches vLLM. That is not for a plugin to cause: in a
 process that has not done so, register() waits for the import (an entry in `sys.meta_path`) and acts right
 after it. Our connector, and torch and zmq with it, is imported when the first one is made.
+
+On request (MORI_MP_QWEN2_5_OMNI=1) register() also sees to streaming for Qwen2.5-Omni (`qwen2_5_pipeline`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from mori_mp.vllm_omni import qwen2_5_pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +51,11 @@ def register() -> None:
     factory = sys.modules.get(_FACTORY)
     if hasattr(factory, "OmniConnectorFactory"):
         _install()
-    elif _installed(_HOST) and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+    elif not _installed(_HOST):
+        return
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(_FACTORY, _install))
+    qwen2_5_pipeline.register()
 
 
 def create(config: dict[str, Any]) -> Any:

@@ -15,34 +15,27 @@ What the models of vLLM-Omni can take decides what a chunk holds:
 Rows are float32, as in the whole payload; concatenated, the chunks hold what that holds. ids.output has the
 tokens of the answer, in pieces.
 
-Two things in the host must fit, and `register()` sees to both when MORI_MP_QWEN2_5_OMNI=1: the pipeline
-`qwen2_5_omni_mori`, which names these processors, and the length of the prompt that the host reserves for the
-talker before it is known. docs/qwen2_5_omni.md has the reasons and what stays impossible.
+The pipeline that names these processors is made by `qwen2_5_pipeline`. docs/qwen2_5_omni.md has the reasons
+and what stays impossible.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
+from mori_mp.vllm_omni.qwen2_5_pipeline import ENABLE_ENV, reserved_prompt_length, talker_prompt_length
 
-PIPELINE = "qwen2_5_omni_mori"
-ENABLE_ENV = "MORI_MP_QWEN2_5_OMNI"
+logger = logging.getLogger(__name__)
 
 CODEC_IDS = 8292
 """Codec ids lie below; from here on the talker's vocabulary has control tokens."""
 
 DEFAULT_CHUNK_FRAMES = 100  # two seconds
-
-_ADAPTER = "vllm_omni.distributed.omni_connectors.adapter"
 
 
 class UnusableChunk(Exception):
@@ -164,24 +157,16 @@ def _fresh_tokens(answer: _Answer, request: Any, tokens: list[int], finished: bo
     return piece
 
 
-def talker_prompt_length(prompt_ids: Sequence[int]) -> int:
-    """Return how long a prompt the talker needs: the thinker's, the speaker, the answer's first token."""
-    return len(prompt_ids) + 2
-
-
 def _check_reserved(prompt: list[int]) -> None:
     """Raise UnusableChunk if the host reserves a prompt of another length for the talker.
 
     It would cut the conditioning off, or leave rows of nothing at its end, without a word.
     """
-    try:
-        reserved = max(1, int(import_module(_ADAPTER).compute_talker_prompt_ids_length(prompt)))
-    except Exception:  # what the host's orchestrator does when its rule does not fit a prompt
-        reserved = max(1, len(prompt))
-    if reserved != talker_prompt_length(prompt):
+    reserved, needed = reserved_prompt_length(prompt), talker_prompt_length(prompt)
+    if reserved != needed:
         raise UnusableChunk(
-            f"vllm-omni reserves {reserved} prompt tokens for the talker, which needs "
-            f"{talker_prompt_length(prompt)}. Set {ENABLE_ENV}=1 for all processes of the server."
+            f"vllm-omni reserves {reserved} prompt tokens for the talker, which needs {needed}. "
+            f"Set {ENABLE_ENV}=1 for all processes of the server."
         )
 
 
@@ -234,36 +219,3 @@ def _chunk_frames(transfer_manager: Any, first: bool) -> int:
     if first and initial > 0:
         return initial
     return max(1, int(config.get("codec_chunk_frames") or DEFAULT_CHUNK_FRAMES))
-
-
-# ------------------------------------------------------------------------------ registration
-def register() -> None:
-    """Make the pipeline known to vLLM-Omni and have it reserve the talker's prompt in full.
-
-    Does nothing unless MORI_MP_QWEN2_5_OMNI=1, because the second changes a function that Qwen3-Omni shares:
-    set it for servers of Qwen2.5-Omni only. Idempotent; what goes wrong is logged, not raised.
-    """
-    if os.environ.get(ENABLE_ENV, "").strip() != "1" or find_spec("vllm_omni") is None:
-        return
-    try:
-        _install()
-    except Exception:
-        logger.exception("%s is set, but this version of vllm-omni cannot stream Qwen2.5-Omni", ENABLE_ENV)
-
-
-def _install() -> None:
-    registry = import_module("vllm_omni.config.pipeline_registry")
-    import_module(_ADAPTER).__dict__["compute_talker_prompt_ids_length"] = talker_prompt_length
-    if PIPELINE in registry.OMNI_PIPELINES:
-        return
-    pipeline = import_module("vllm_omni.model_executor.models.qwen2_5_omni.pipeline").QWEN2_5_OMNI_PIPELINE
-    processors = {0: thinker2talker_async_chunk.__name__, 1: talker2code2wav_async_chunk.__name__}
-    stages = tuple(
-        dataclasses.replace(
-            stage, async_chunk_process_next_stage_input_func=f"{__name__}.{processors[stage.stage_id]}"
-        )
-        if stage.stage_id in processors
-        else stage
-        for stage in pipeline.stages
-    )
-    registry.register_pipeline(dataclasses.replace(pipeline, stages=stages), PIPELINE)

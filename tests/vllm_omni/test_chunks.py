@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from omni_support import OURS, Cast
+from omni_support import FACADE, OURS, OWN, Cast
 
 
 def pipeline(
-    cast: Cast, requests: int, chunks: int, name: str = OURS, sender_info: bool = False, **plan: Any
+    cast: Cast,
+    requests: int,
+    chunks: int,
+    name: str = OURS,
+    sender_info: bool = False,
+    env: Mapping[str, str] | None = None,
+    in_tree: tuple[int, ...] = (),
+    **plan: Any,
 ) -> list[Any]:
-    """Run the three stages of the shipped deploy file."""
+    """Run the three stages of the shipped deploy file; those named in in_tree with the host's own class."""
     for stage in (0, 1, 2):
         endpoint = {"*": {"host": "127.0.0.1", "zmq_port": cast.base_port + stage - 1}}
+        theirs: dict[str, Any] = {}
+        if stage in in_tree:
+            # One connector a stage: its runner's sender would have the port that the scheduler's wants.
+            theirs = {"stand_in": FACADE, "runner": False, "extra": cast.extra(backend_type="rdma")}
         cast.add(
             "chunks",
+            {"MORI_MP_TAKEOVER": "0"} if stage in in_tree else env,
             stage=stage,
             name=name,
             requests={f"req-{n}": n for n in range(requests)},
             chunks=chunks,
             sender_info=endpoint if sender_info and stage else {},
             closes=True,
-            **plan,
+            **{**plan, **theirs},
         )
     return cast.play()
 
@@ -66,10 +79,19 @@ def test_three_busy_stages(cast: Cast) -> None:
 
 
 def test_own_name(cast: Cast) -> None:
-    """MoriMPConnector has its ports and roles computed as the in-tree names have."""
-    done = pipeline(cast, 2, 5, name="MoriMPConnector")
+    """MoriMPConnector has its ports and roles computed as the in-tree names have, without the takeover."""
+    done = pipeline(cast, 2, 5, name=OWN, env={"MORI_MP_TAKEOVER": "0"})
     assert_all_arrived(done, 5)
     assert_ours(done, 2, 5)
+
+
+@pytest.mark.parametrize("in_tree", [(0,), (2,), (0, 2)], ids=["sender", "receiver", "both"])
+def test_beside_the_in_tree_class(cast: Cast, in_tree: tuple[int, ...]) -> None:
+    """Stages before and after ours that still have the host's own class, unmodified, over Mori's facade."""
+    done = pipeline(cast, 2, 5, in_tree=in_tree)
+    assert_all_arrived(done, 5)
+    modules = [found["ready"]["module"].partition(".")[0] for found in done]
+    assert modules == ["vllm_omni" if stage in in_tree else "mori_mp" for stage in (0, 1, 2)]
 
 
 def test_many_requests(cast: Cast) -> None:

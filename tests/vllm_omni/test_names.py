@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,21 @@ IMPORTERS = {
     "engine/stage_engine_core_client.py",
     "engine/stage_init_utils.py",
 }
+# Of these a stage in an environment without the models' packages imports:
+IMPORTED = {
+    HOME,
+    "distributed/omni_connectors/kv_transfer_manager.py",
+    "distributed/omni_connectors/utils/initialization.py",
+}
+LOAD_OURS = """
+import sys
+from importlib.metadata import entry_points
+ours = [e for e in entry_points(group="vllm.general_plugins") if e.module.startswith("mori_mp.")]
+for _ in range(2):
+    for entry in ours:
+        entry.load()()
+print(len(ours), [name for name in ("torch", "zmq", "vllm", "vllm_omni") if name in sys.modules])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +81,12 @@ def test_every_copy_can_be_replaced(sources: dict[str, ast.Module]) -> None:
         assert early == [], path
 
 
+def test_registering_costs_nothing(sources: dict[str, ast.Module]) -> None:
+    """The plugins of the installed package, called where vLLM-Omni is, import none of the heavy packages."""
+    done = subprocess.run([sys.executable, "-c", LOAD_OURS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "1 []"), done.stderr
+
+
 @pytest.mark.parametrize("takeover", ["1", "0"])
 def test_registered_with_the_real_host(cast: Cast, takeover: str) -> None:
     """vLLM's own loader finds the plugin; ports and roles are computed for both names alike."""
@@ -72,7 +95,9 @@ def test_registered_with_the_real_host(cast: Cast, takeover: str) -> None:
     ours = "mori_mp.vllm_omni.plugin"
     assert found["registry"]["MoriMPConnector"] == ours
     assert (found["registry"]["MoriTransferEngineConnector"] == ours) == (takeover == "1")
-    assert found["copies"], "no module has the set"
+    assert {path.removesuffix(".py").replace("/", ".") for path in IMPORTED} <= {
+        name.removeprefix("vllm_omni.") for name in found["copies"]
+    }
     assert all("MoriMPConnector" in names for names in found["copies"].values())
     for own, in_tree in found["resolved"]:
         assert own == in_tree

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from omni_support import OURS, Cast
+from omni_support import OURS, OWN, Cast
 
 KV_OFFSET = 100
 REQUESTS = {"req-a": 1, "req-b": 2}
@@ -57,22 +57,32 @@ def test_synchronous_receive(cast: Cast) -> None:
         assert_thinker_payload(payload)
 
 
-@pytest.mark.parametrize("tp", [(1, 1), (2, 2), (2, 1), (1, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
-def test_kv_caches(cast: Cast, tp: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        (OURS, (1, 1)),
+        (OURS, (1, 2)),
+        (OURS, (1, 1, 1)),
+        (OURS, (2, 2, 1)),
+        (OWN, (2, 1)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
+)
+def test_kv_caches(cast: Cast, name: str, tp: tuple[int, ...]) -> None:
     """Each receiving rank gets its heads from the ranks that have them, by host and base port alone."""
     for stage, ranks in enumerate(tp):
         for rank in range(ranks):
             cast.add(
                 "kv",
-                {"LOCAL_RANK": str(rank)},
+                {"LOCAL_RANK": str(rank), "MORI_MP_TAKEOVER": "1" if name == OURS else "0"},
                 stage=stage,
-                name=OURS,
+                name=name,
                 tp=tp,
-                sender={"host": "127.0.0.1", "zmq_port": cast.base_port + KV_OFFSET},
+                sender={"host": "127.0.0.1", "zmq_port": cast.base_port + KV_OFFSET + stage - 1},
                 seconds=10.0,
                 closes=False,
             )
     for stage, found in zip(cast.stages, cast.play(), strict=True):
         assert found["ready"]["class"] == OURS
         wanted = {"req-call": "", "req-update": ""} if stage.plan["stage"] else {}
-        assert found["problems"] == wanted
+        assert found["problems"] == wanted, stage.plan

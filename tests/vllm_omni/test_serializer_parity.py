@@ -1,8 +1,7 @@
 """Whatever vllm-omni's OmniSerializer knows reads the same, whichever end encodes and whichever decodes.
 
-tests/test_codec.py has tensors, arrays and scalars in lists and dicts, each image mode, and one of each
-output object. Here is what else the serializer knows, mixed freely, and the output objects with any of their
-fields set; omni_parity.py has the properties, which need vLLM-Omni in their process.
+The properties need vLLM-Omni in their process: omni_parity.py has those of values, mixed freely, and
+omni_parity_outputs.py those of payloads between stages and of output objects with any of their fields set.
 """
 
 from __future__ import annotations
@@ -13,15 +12,20 @@ from omni_support import Host
 
 
 @pytest.mark.timeout(300)  # the import of vllm-omni
+@pytest.mark.parametrize("name", ["any_values", "what_neither_end_takes", "large_values", "bitmaps"])
+def test_values(host: Host, name: str) -> None:
+    check("omni_parity", name)
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name",
     [
-        "any_values",
-        "what_neither_end_takes",
         "the_payload_between_stages",
         "output_objects",
+        "completions_within",
         "maps_that_have_some_of_the_keys",
     ],
 )
-def test_property(host: Host, name: str) -> None:
-    check("omni_parity", name)
+def test_outputs(host: Host, name: str) -> None:
+    check("omni_parity_outputs", name)
