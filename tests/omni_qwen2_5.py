@@ -19,6 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from omni_qwen2_5_talker import inputs_of_steps, make_talker
 from omni_stages import HOST, ChunkStage, Plan, compile_function, new_request
 from vllm.v1.request import RequestStatus
 from vllm_omni.config.stage_config import PipelineConfig, load_deploy_config, merge_pipeline_deploy
@@ -147,35 +148,10 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(ours, theirs)
 
 
-def steps_of_the_talker(chunks: list[dict[str, Any]], steps: int) -> list[torch.Tensor | None]:
-    """The thinker's row that goes into each talker step, by the rules of its preprocessing.
-
-    One chunk a step while there are any; its fields replace those of the chunks before.
-    """
-    embed: dict[str, Any] = {}
-    used: list[torch.Tensor | None] = []
-    for step in range(steps):
-        chunk = chunks[step] if step < len(chunks) else {}
-        embed.update(chunk.get("embed", {}))
-        if step == 0:
-            output = chunk["hidden_states"]["output"]
-            used.append(output[0] if len(output) else None)
-            if len(output):
-                embed["thinker_reply"] = output[1:]
-            continue
-        queue = embed.get("thinker_reply")
-        if isinstance(queue, torch.Tensor) and queue.numel():
-            used.append(queue[0])
-            embed["thinker_reply"] = queue[1:]
-        else:
-            used.append(None)
-    return used
-
-
 def thinker_chunks() -> None:
-    """Concatenated chunks are the whole payload, and feed the talker's steps the same rows."""
+    """Concatenated chunks are the whole payload, and the talker computes on the same at each step."""
     with stages() as (thinker, talker, _):
-        number = 0
+        model, number = make_talker(WIDTH), 0
         for end in ENDS:
             for answer_length in (1, 2, 3, 40):
                 for parts in (1, 3):
@@ -194,13 +170,24 @@ def thinker_chunks() -> None:
                     assert got[0]["ids"]["prompt"] == whole["ids"]["prompt"], where
                     tokens = [token for chunk in got for token in chunk.get("ids", {}).get("output", [])]
                     assert tokens == (whole["ids"]["output"] or answer[:1]), where
-                    used = steps_of_the_talker(got, 60)
-                    wanted = steps_of_the_talker([whole], 60)
-                    assert [u is None for u in used] == [w is None for w in wanted], where
-                    assert all(w is None or torch.equal(u, w) for u, w in zip(used, wanted, strict=True)), (
-                        where
-                    )
                     assert all(len(r) == 1 for r in reply[:-1]), "a chunk a step, a row a chunk"
+                    check_talker(model, got, whole, where)
+
+
+def check_talker(model: Any, chunks: list[Plan], whole: Plan, where: str) -> None:
+    """Let the host's talker take the chunks, and the whole payload; 60 steps are more than any answer has."""
+    reserved = host_adapter.compute_talker_prompt_ids_length(PROMPT)
+    taken = inputs_of_steps(model, chunks, reserved, 60)
+    if not whole["ids"]["output"]:  # an answer of one token, which stopped it
+        try:
+            inputs_of_steps(model, [whole], reserved, 1)
+        except IndexError:
+            return
+        raise AssertionError("the talker takes a payload without the answer's first token")
+    wanted = inputs_of_steps(model, [whole], reserved, 60)
+    assert all(map(same, taken, wanted)), where
+    if len(whole["hidden_states"]["output"]):
+        assert len(taken[0]) == reserved, f"{where}: the talker's prompt is not what the host reserves"
 
 
 def codec_chunks() -> None:

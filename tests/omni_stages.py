@@ -35,9 +35,11 @@ Plan = dict[str, Any]
 
 
 # -------------------- configuration, as the host does it
-def compile_function(module: Path, name: str, names: Plan) -> Any:
-    """Make one function of a module that cannot be imported here; `names` become its globals."""
+def compile_function(module: Path, name: str, names: Plan, within: str = "") -> Any:
+    """Make one function of a module that cannot be imported, or of a class in it, with these globals."""
     body = ast.parse(module.read_text()).body
+    if within:
+        [body] = [node.body for node in body if isinstance(node, ast.ClassDef) and node.name == within]
     found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
     # Annotations stay text, as under the module's own `from __future__ import annotations`.
     future = ast.parse("from __future__ import annotations").body
