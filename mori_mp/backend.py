@@ -99,8 +99,9 @@ def _require(engine: str, config: ConnectorConfig) -> None:
 
     if not torch.cuda.is_available():
         raise EngineUnavailable(
-            f"backend_type={engine} with memory_pool_device={config.memory_pool_device} needs a GPU that "
-            f"this process sees; check the driver, *_VISIBLE_DEVICES, and that this torch is a CUDA or ROCm build"
+            f"backend_type={engine} with memory_pool_device={config.memory_pool_device} needs a GPU "
+            f"that this process sees; check the driver, *_VISIBLE_DEVICES, and that this torch is a CUDA or "
+            f"ROCm build"
         )
     if engine == "xgmi" and config.backend_type == "auto" and torch.version.hip is None:
         raise EngineUnavailable("xgmi joins AMD GPUs, and this torch is a CUDA build")

@@ -210,8 +210,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     delivery: Annotated[
         Literal["auto", "lease", "landing"],
         key(
-            "How a payload reaches a receiver on the same host: `lease` reads it in the sender's pool,"
-            " `landing` writes it into the receiver's; `auto` leases where both ends can."
+            "How a payload reaches a receiver on the same host: `lease` has the receiver read it in the"
+            " sender's pool, or copy it out of its GPU pool; `landing` has a worker write it into the"
+            " receiver's; `auto` leases where both ends can."
         ),
     ] = "auto"
     eager_bytes: Annotated[

@@ -93,7 +93,8 @@ class MoriTransferEngineConnector:
         self._host_engine = "shm" if on_gpu else self.backend_type
         self._options = engine_options(settings)
         size = settings.host_pool_size if on_gpu else settings.memory_pool_size
-        self._pool = Pool.create(size, f"stage{max(self.stage_id, 0)}-{self._epoch}")
+        device_bytes = settings.memory_pool_size if on_gpu else 0
+        self._pool = Pool.create(size, f"stage{max(self.stage_id, 0)}-{self._epoch}", device_bytes)
         self.slots = PoolSlots(self._pool)
         self.device_pool: DevicePool | None = None
         self._passive = self._receive()

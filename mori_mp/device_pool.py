@@ -17,13 +17,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from mori_mp.accelerator import Accelerator
+from mori_mp.lent_device import LentDevice
 from mori_mp.shared.errors import EngineUnavailable
 from mori_mp.shared.pool import BLOCK
 from mori_mp.slots import Slots
@@ -81,7 +80,7 @@ class DevicePool:
 
     def lend(self) -> bytes:
         """Export memory and events; returns the packed descriptor for workers. Raises EngineUnavailable."""
-        with self._lock, self._current():
+        with self._lock, self._runtime.current(self.number):
             if self._lent is None:
                 self._lent = LentPool(self._runtime, self.memory, EVENTS)
             return self._lent.descriptor.pack()
@@ -91,7 +90,7 @@ class DevicePool:
 
         Raises EngineUnavailable, ConfigError.
         """
-        with self._lock, self._current():
+        with self._lock, self._runtime.current(self.number):
             if self._passive is None:
                 self._passive = engines.receive(self._engine, self.memory, self._options)
             return self._passive.engine_desc, self._passive.mem_desc
@@ -107,7 +106,7 @@ class DevicePool:
         It runs on the caller's current stream of the pool's GPU, after what fills the tensor on its own.
         Raises GpuError.
         """
-        with self._lock, self._current():
+        with self._lock, self._runtime.current(self.number):
             event = self._free_event()
             stream = self._accelerator.stream(self.number)
             with self._accelerator.reading(tensor, self.number):
@@ -117,7 +116,7 @@ class DevicePool:
 
     def mark(self) -> int:
         """Return an event behind what is now enqueued on the caller's current stream of the pool's GPU."""
-        with self._lock, self._current():
+        with self._lock, self._runtime.current(self.number):
             event = self._free_event()
             self._record(event, self._accelerator.stream(self.number))
             return event
@@ -147,7 +146,7 @@ class DevicePool:
     # -------------------------------------------------------------------------- receiving
     def last_read(self) -> int:
         """Return a new event behind the caller's current stream; `happened()` ends it."""
-        with self._current():
+        with self._runtime.current(self.number):
             event = self._runtime.event_create()
             self._runtime.event_record(event, self._accelerator.stream(self.number))
             return event
@@ -158,6 +157,10 @@ class DevicePool:
             return False
         self._runtime.event_destroy(event)
         return True
+
+    def borrow(self, packed: bytes) -> LentDevice:
+        """Map a sender's GPU pool, to copy from. Raises WireError, EngineUnavailable."""
+        return LentDevice(packed, self._runtime, self._waiting, self.number)
 
     # -------------------------------------------------------------------------------- end
     def close(self, late_writes: bool) -> None:
@@ -172,25 +175,12 @@ class DevicePool:
                 logger.warning("%d bytes of GPU memory are kept: a sender may still write there", self.size)
                 _never_freed.append((self.tensor, passive))
                 passive = None
-            with self._current():
+            with self._runtime.current(self.number):
                 if passive is not None:
                     passive.close()
                 if lent is not None:
                     lent.close()
             self.__dict__.pop("tensor", None)
-
-    @contextmanager
-    def _current(self) -> Iterator[None]:
-        """Make the pool's GPU the thread's current one for a moment, for default streams and new events."""
-        before = self._runtime.current_device()
-        if before == self.number:
-            yield
-            return
-        self._runtime.set_device(self.number)
-        try:
-            yield
-        finally:
-            self._runtime.set_device(before)
 
 
 class DeviceSlots(Slots):

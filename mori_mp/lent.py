@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,13 @@ def _enter(pool: str, generation: int, leased: bool) -> _Reader | None:
     if len(_readers) > _MAX_READERS:
         _readers.popitem(last=False)
     return None if reader is ours else reader
+
+
+class Claim(NamedTuple):
+    """A claim on an offered payload. end: it has been read, for good; drop: it has not."""
+
+    end: Callable[[], None]
+    drop: Callable[[], None]
 
 
 class LentPool:
@@ -102,23 +110,45 @@ class LentPool:
         WireError as lease() does.
         """
         self._check(offset, size)
+        claim = self._claim(offset // BLOCK, generation, settle)
+        return None if claim is None else ManagedBuffer(self._tensor, offset, size, claim.end)
+
+    def claim_device(
+        self, offset: int, size: int, generation: int, settle: Callable[[], None]
+    ) -> Claim | None:
+        """Claim an offered payload of the GPU pool beside this one, for a copy of it.
+
+        Offset and size are of that pool. None and errors as for claim().
+        """
+        if size <= 0 or offset < 0 or offset + size > self._pool.device_bytes:
+            raise WireError(f"{size} bytes at {offset} of a GPU pool of {self._pool.device_bytes} bytes")
+        return self._claim((self._pool.size + offset) // BLOCK, generation, settle)
+
+    def _claim(self, slot: int, generation: int, settle: Callable[[], None]) -> Claim | None:
         if _enter(self._pool.name, generation, leased=False) is not None or not self._reserve(generation):
             return None
-        slot = offset // BLOCK
         locked = self._claims.take(slot)
         if not locked or self._pool.board.generation(slot) != generation:
             if locked:
                 self._claims.drop(slot)
-            self._end(generation)
-            _readers.pop((self._pool.name, generation), None)
+            self._give_up(generation)
             return None
 
-        def release() -> None:
+        def end() -> None:
             self._claims.drop(slot)
             self._end(generation)
             settle()
 
-        return ManagedBuffer(self._tensor, offset, size, release)
+        def drop() -> None:
+            self._claims.drop(slot)
+            self._give_up(generation)
+
+        return Claim(end, drop)
+
+    def _give_up(self, generation: int) -> None:
+        """Let this or another call of the process try again."""
+        self._end(generation)
+        _readers.pop((self._pool.name, generation), None)
 
     def retire(self) -> None:
         """No new buffers; unmap as soon as none is open."""

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from mori_mp.lent import LentPool
+from mori_mp.lent_device import LentDevice
 from mori_mp.link_v1 import V1Requests
 from mori_mp.mailbox import Mailbox
 from mori_mp.pulls import LateHandler, Pulls, who
@@ -92,6 +93,7 @@ class Link:
         self._welcomes = 0
         self._hello_pending = False
         self._lent: tuple[str, LentPool] | None = None  # epoch, pool
+        self._device: tuple[str, LentDevice | None] | None = None  # the same of its GPU pool
         self._lane: Line | None = None
         self._lane_of: tuple[str, int] | None = None  # who offered the lane that was tried last
         self._closed = False
@@ -344,13 +346,41 @@ class Link:
             self._lent = welcome.epoch, lent
             return lent
 
+    def lent_device(self, borrow: Callable[[bytes], LentDevice]) -> LentDevice | None:
+        """Return the sender's GPU pool, mapped by borrow(); None if out of reach, which is said once."""
+        with self._map_lock:
+            welcome = self.welcome
+            if welcome is None or self._closed or not welcome.device_desc:
+                return None
+            if self._device is not None and self._device[0] == welcome.epoch:
+                return self._device[1]
+            self._retire_device()
+            lent: LentDevice | None = None
+            try:
+                lent = borrow(welcome.device_desc)
+            except (EngineUnavailable, WireError) as exc:
+                logger.warning(
+                    "GPU payloads of the sender at %s are written by its workers: its GPU pool cannot be "
+                    "read from here: %s",
+                    self.address,
+                    exc,
+                )
+            self._device = welcome.epoch, lent
+            return lent
+
     def _retire_pool(self) -> None:
         lent, self._lent = self._lent, None
         if lent is not None:
             lent[1].retire()
+
+    def _retire_device(self) -> None:
+        device, self._device = self._device, None
+        if device is not None and device[1] is not None:
+            device[1].retire()
 
     def close(self) -> None:
         """Let go of the lent pool; the switchboard closes the sockets."""
         with self._map_lock:
             self._closed = True
             self._retire_pool()
+            self._retire_device()

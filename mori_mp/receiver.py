@@ -3,7 +3,8 @@
 What get() does depends on what is known, cheapest first:
 
     eager    the payload itself came with the Ready notice: nothing to ask
-    offer    the notice says where it lies in the pool of a sender on this host: claim it, read it in place
+    offer    the notice says where it lies in the pool of a sender on this host: claim it, read it in place,
+             or have our GPU copy it if it lies in GPU memory
     lease    the same without a notice: one round trip
     landing  allocate a slot of our pool and have a worker of the sender write into it: one round trip
     v1       the in-tree class: query its size unless the metadata has it, then a landing pull
@@ -31,7 +32,7 @@ from mori_mp.managed import ManagedBuffer
 from mori_mp.meters import StageMeters
 from mori_mp.receiver_v1 import V1Receiver
 from mori_mp.shared import wire
-from mori_mp.shared.errors import CorruptPayload, EngineUnavailable, WireError
+from mori_mp.shared.errors import CorruptPayload, EngineUnavailable, TransferFailed, WireError
 from mori_mp.shared.faults import Faults
 from mori_mp.slots import PoolSlots
 from mori_mp.switchboard import Switchboard
@@ -40,6 +41,10 @@ from mori_mp.wanted import Wanted
 logger = logging.getLogger(__name__)
 
 FIRST_CONTACT_SECONDS = 1.0
+
+SPIN_SECONDS = 0.0001
+"""A notice that complete metadata promises is looked for so long before the thread sleeps: to be woken takes
+about as long."""
 
 NOTICE_GRACE_SECONDS = 0.02
 """A Ready notice overtakes a pull of our own; with complete metadata we give it this long to arrive."""
@@ -64,6 +69,7 @@ class Receiver:
         self._faults = faults
         self._lease = lease
         self._tensors_on_host = tensors_on_host
+        self._device: DevicePool | None = None
         self._board = Switchboard()
         host = HostPlace(slots, us.engine_desc, us.mem_desc)
         self._intake = Intake(host, self._board, timeouts, decode_view, faults, self._on_change)
@@ -78,6 +84,7 @@ class Receiver:
         place = DevicePlace(pool)
         self._us.device_engine_desc, self._us.device_mem_desc = place.engine_desc, place.mem_desc
         self._intake.device = place
+        self._device = pool
 
     @property
     def late_device_writes(self) -> bool:
@@ -202,6 +209,10 @@ class Receiver:
         """Look into the mailbox; wait for a notice if there is a deadline or one must be under way."""
         self._board.pump()
         ready = link.mailbox.get(wanted.key)
+        spin_until = time.monotonic() + SPIN_SECONDS if wanted.size else 0.0
+        while ready is None and time.monotonic() < spin_until:
+            self._board.pump()
+            ready = link.mailbox.get(wanted.key)
         if ready is not None:
             return ready
         link.audit(time.monotonic())  # here too, or a caller with short deadlines would never ask again
@@ -232,9 +243,17 @@ class Receiver:
             finally:
                 link.settle(consumed=ready.generation)
         if ready.offset >= 0 and self._lease and link.can_lease:
-            offered = self._fetch_offer(link, ready)
+            offered = (
+                self._fetch_device_offer(link, ready, deadline)
+                if ready.device
+                else self._fetch_offer(link, ready)
+            )
             if offered is not None:
                 return offered  # else it has gone meanwhile; the sender knows
+            if ready.device and deadline is not None and time.monotonic() >= deadline:
+                self._intake.count_timeout(ready.key, link, "its GPU payload was not complete in time")
+                link.mailbox.put_back(ready)
+                return None
         wait_until = deadline
         if deadline is None:
             deadline = time.monotonic() + self._intake.transfer_seconds(ready.size)
@@ -264,6 +283,39 @@ class Receiver:
             return None
         view = lent.view(ready.offset, ready.size)
         return self._finish(link, ready.key, ready.fast_path, Delivery(view, buffer), "lease")
+
+    def _fetch_device_offer(
+        self, link: Link, ready: wire.Ready, deadline: float | None
+    ) -> tuple[Any, int] | None:
+        """Copy an offered payload from the sender's GPU pool into ours."""
+        pool, generation = self._device, ready.generation
+        lent = link.lent_device(pool.borrow) if pool is not None else None
+        if lent is None or pool is None:
+            return None
+        slot = self._intake.slot(ready.key, ready.size, deadline, device=True)
+        if slot is None:
+            return None
+        until = time.monotonic() + self._intake.transfer_seconds(ready.size) if deadline is None else deadline
+        claim, copied = None, False
+        try:
+            claim = link.lent_pool().claim_device(
+                ready.offset, ready.size, generation, lambda: link.settle(consumed=generation)
+            )
+            if claim is not None:
+                target = pool.address + slot.offset
+                copied = lent.copy(ready.offset, ready.size, target, ready.event, until)
+        except (EngineUnavailable, WireError, TransferFailed) as exc:
+            self._intake.fault("get_failed", f"an offer cannot be read: {exc}", ready.key, link)
+        if claim is None or not copied:
+            slot.give_back()
+            if claim is not None:
+                claim.drop()
+            return None
+        claim.end()
+        if not link.mailbox.mark_taken(generation):
+            slot.give_back()
+            return None
+        return self._finish(link, ready.key, ready.fast_path, slot.landed(), "lease")
 
     def _pull(self, link: Link, request: wire.Pull, ready: wire.Ready, deadline: float) -> wire.Done | None:
         tracer = self._meters.tracer

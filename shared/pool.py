@@ -5,6 +5,8 @@ Layout of the memfd, size being memory_pool_size rounded down to whole blocks of
     0 ............................. size ............................. size + blocks * 16
     payload bytes, 4096-aligned     lease board: one record per block (see shared.board)
 
+A stage with a GPU pool has the records of that one's blocks on the same board, behind those of the host pool.
+
 The memfd is sealed against shrinking and growing, so no process that maps it can be hit by SIGBUS because
 another one truncated it. A peer opens it through /proc/<pid>/fd/<fd> and checks name, seals and size before
 it trusts the mapping. That needs the same host, PID namespace and user, which `host_id` stands for.
@@ -34,7 +36,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class PoolDescriptor(msgspec.Struct, array_like=True, frozen=True):
-    """Memory descriptor of a pool: what a peer on the same host needs to map it. size is in bytes."""
+    """Memory descriptor of a pool: what a peer on the same host needs to map it.
+
+    size: bytes of host memory; device_bytes: of the GPU pool beside it, 0 for none.
+    """
 
     name: str
     size: int
@@ -42,6 +47,7 @@ class PoolDescriptor(msgspec.Struct, array_like=True, frozen=True):
     fd: int
     inode: int
     host_id: str
+    device_bytes: int = 0
 
     def pack(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -65,7 +71,9 @@ class Pool:
         self.fd = fd
         self.size = size
         self.name = name
-        self._map = mmap.mmap(fd, total_bytes(size))
+        total = os.fstat(fd).st_size
+        self.device_bytes = (total - size) // RECORD_BYTES * BLOCK - size
+        self._map = mmap.mmap(fd, total)
         view = memoryview(self._map)
         self.view = view[:size]
         self.board = LeaseBoard(view[size:])
@@ -73,15 +81,16 @@ class Pool:
         self.address = ctypes.addressof(self._anchor)
 
     @classmethod
-    def create(cls, size: int, label: str) -> Pool:
-        """Make a pool of size bytes (rounded down to blocks).
+    def create(cls, size: int, label: str, device_bytes: int = 0) -> Pool:
+        """Make a pool of size bytes, beside a GPU pool of device_bytes (both rounded down to blocks).
 
         Raises PoolUnbacked, naming the size, when the host or cgroup has not that much memory left:
         a memfd beyond it would end in an out-of-memory kill at some later first touch.
         """
         size = size // BLOCK * BLOCK
+        total = total_bytes(size, device_bytes)
         room = available_bytes()
-        if total_bytes(size) > room:
+        if total > room:
             raise PoolUnbacked(
                 f"memory_pool_size={size} bytes ({size / 2**30:.2f} GiB) cannot be backed: {room} bytes "
                 f"({room / 2**30:.2f} GiB) of memory are left on this host or in this container's cgroup. "
@@ -90,7 +99,7 @@ class Pool:
         name = _NAME + label
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, total_bytes(size))
+            os.ftruncate(fd, total)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, size, name)
         except BaseException:
@@ -126,7 +135,7 @@ class Pool:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             if (
                 stat.st_ino != desc.inode
-                or stat.st_size != total_bytes(desc.size)
+                or stat.st_size != total_bytes(desc.size, desc.device_bytes)
                 or seals & _SEALS != _SEALS
             ):
                 raise WireError(f"{desc} does not match what process {desc.pid} has open there")
@@ -142,7 +151,8 @@ class Pool:
 
     def descriptor(self) -> PoolDescriptor:
         """Describe this pool to peers; valid while this process has it open."""
-        return PoolDescriptor(self.name, self.size, os.getpid(), self.fd, os.fstat(self.fd).st_ino, host_id())
+        inode = os.fstat(self.fd).st_ino
+        return PoolDescriptor(self.name, self.size, os.getpid(), self.fd, inode, host_id(), self.device_bytes)
 
     def close(self) -> None:
         """Close the memfd and let go of the mapping; idempotent.
@@ -156,9 +166,9 @@ class Pool:
             del self._anchor, self.board, self.view, self._map
 
 
-def total_bytes(size: int) -> int:
+def total_bytes(size: int, device_bytes: int = 0) -> int:
     """Return the length of the memfd behind a pool of size bytes, lease board included."""
-    return size + size // BLOCK * RECORD_BYTES
+    return size + (size // BLOCK + device_bytes // BLOCK) * RECORD_BYTES
 
 
 def prefault(fd: int, offset: int, length: int) -> None:

@@ -166,8 +166,9 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     """Session open. epoch names the sending stage's incarnation (generations are unique within it),
     incarnation counts its control processes, process_group holds all processes that may still write.
 
-    mem_desc describes the sender's pool for offers and leases, empty when it does not lend. lane is the path
-    of its Unix socket, for receivers on its host (see shared.lane).
+    mem_desc describes the sender's pool for offers and leases, empty when it does not lend; device_desc its
+    GPU pool and events, for offers. lane is the path of its Unix socket, for receivers on its host (see
+    shared.lane).
     """
 
     corr: int
@@ -179,14 +180,15 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     engine: str
     mem_desc: bytes
     lane: str = ""
+    device_desc: bytes = b""
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """A payload is there; data holds it whole if it travels eagerly, else it is empty.
 
     offset, if not negative, offers it for reading in place at that offset of the sender's pool: whoever
-    claims it first (see shared.claims), until it is consumed or gone. device: it lies in GPU memory, and can
-    be had by a landing write only.
+    claims it first (see shared.claims), until it is consumed or gone. device: it lies in GPU memory; offset
+    is one of the sender's GPU pool, and event the number of the event there that it is complete behind.
     """
 
     key: str
@@ -196,6 +198,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     data: memoryview
     offset: int = -1
     device: bool = False
+    event: int = -1
 
 
 class Gone(msgspec.Struct, array_like=True, tag="gone"):

@@ -187,9 +187,9 @@ class EngineHost(Commands):
 class GpuStage(Commands):
     """A stage process with a connector over GPU memory; its commands are the methods of `gpu_stage.Stage`."""
 
-    def __init__(self, rig: Rig, block_path: Path, runtime: Path) -> None:
+    def __init__(self, rig: Rig, block_path: Path, runtime: Path, **environment: str) -> None:
         self.block = Block(block_path)
-        environment = {**self.block.environment, "MORI_MP_RUNTIME_DIR": str(runtime)}
+        environment = {**self.block.environment, "MORI_MP_RUNTIME_DIR": str(runtime), **environment}
         if rig.holds:  # emulated
             hip = Path(rig.environment["LD_LIBRARY_PATH"].partition(os.pathsep)[0]) / hip_build.HIP
             environment["MORI_MP_GPU_RUNTIME"] = str(hip)

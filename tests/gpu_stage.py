@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from engine_host import pattern, serve
@@ -27,11 +27,12 @@ from mori_mp.workers.engines import gpu_runtime
 
 
 class EmulatedAccelerator(Accelerator):
-    """The GPUs of the emulated HIP runtime."""
+    """The GPUs of the emulated HIP runtime. Each has one current stream in a process."""
+
+    _streams: ClassVar[dict[int, int]] = {}
 
     def __init__(self) -> None:
         self._runtime = gpu_runtime.load()
-        self._streams: dict[int, int] = {}
 
     def number(self, device: str) -> int:
         return int(device.partition(":")[2] or 0)
@@ -124,6 +125,15 @@ class Stage:
     def digest(self, key: str) -> int:
         """Return the CRC of a held buffer as it is now."""
         return zlib.crc32(self._held[key].to_bytes())
+
+    def read_later(self, key: str) -> None:
+        """Enqueue a copy out of a held buffer on the current stream."""
+        buffer = self._held[key]
+        runtime, stream = gpu_runtime.load(), self._accelerator.stream(self._device)
+        runtime.set_device(self._device)
+        target = self._accelerator.allocate(buffer.size, self._device)
+        self._tensors["read later"] = target
+        runtime.memcpy_async(target.data_ptr(), buffer.tensor.data_ptr(), buffer.size, stream)
 
     def release(self, key: str) -> None:
         self._held.pop(key).release()

@@ -128,8 +128,8 @@ def test_a_newer_peer_may_send_more_fields(message: wire.Request | wire.Notice) 
 @pytest.mark.parametrize(
     ("message", "defaults"),
     [
-        (HELLO, {"lease": False}),
-        (PULL, {"epoch": "", "incarnation": 0}),
+        (HELLO, {"lease": False, "device_engine_desc": b"", "device_mem_desc": b""}),
+        (PULL, {"epoch": "", "incarnation": 0, "device": False}),
         (SETTLE, {"epoch": ""}),
     ],
     ids=["hello", "pull", "settle"],

@@ -84,11 +84,10 @@ class Broker:
     # ------------------------------------------------------------------ from the stage
     def publish(self, message: Publish, now: float) -> None:
         """A payload is in the pool; also replayed to us after a predecessor's death."""
-        slot = message.offset // BLOCK  # of both pools, one after the other; the lease board has the host's
+        slot = message.offset // BLOCK  # of both pools, one after the other, as on the lease board
         device = message.offset >= self._host_bytes
-        lessee = 0
-        if message.replayed and not device:
-            lessee = self._board.lessee(slot, message.generation)
+        lessee = self._board.lessee(slot, message.generation) if message.replayed else 0
+        if message.replayed:
             self.offers.replayed(message.generation)
         actions = self.ledger.publish(
             message.key,

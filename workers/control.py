@@ -89,6 +89,7 @@ class ControlLoop:
             mem_desc=setup.mem_desc,
             lend=setup.lend,
             lane=setup.lane_path,
+            device_desc=setup.gpu_pool,
         )
         limits = Limits(setup.eager_bytes, setup.ttl_seconds, setup.park_seconds)
         self.observer = Observer(setup)

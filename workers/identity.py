@@ -9,7 +9,7 @@ from mori_mp.workers.sessions import Session
 
 
 class Identity(NamedTuple):
-    """One incarnation of a sender. lend: whether receivers on its host may read its pool in place."""
+    """One incarnation of a sender. lend: whether receivers on its host may read its pools in place."""
 
     epoch: str
     incarnation: int
@@ -19,6 +19,7 @@ class Identity(NamedTuple):
     mem_desc: bytes
     lend: bool
     lane: str = ""
+    device_desc: bytes = b""
 
     def may_lend(self, session: Session) -> bool:
         """Tell whether a receiver may read our pool in place: it wants to, and is a process of our host."""
@@ -40,4 +41,5 @@ class Identity(NamedTuple):
             self.engine,
             self.mem_desc if self.may_lend(session) else b"",
             self.lane if session.host_id == self.host_id else "",
+            self.device_desc if self.may_lend(session) else b"",
         )

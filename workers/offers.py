@@ -62,23 +62,28 @@ class Offers:
     def notice(self, session: Session, entry: Entry, alone: bool) -> wire.Ready:
         """Make the notice for one receiver; with bytes or an offer only if nobody else listens."""
         data, offset = _NOTHING, -1
-        if entry.device:
-            return wire.Ready(
-                entry.key, entry.generation, entry.size, entry.fast_path, data, offset, device=True
-            )
-        eager = alone and entry.size <= self._eager_bytes
+        eager = alone and entry.size <= self._eager_bytes and not entry.device
         if eager and is_lane(session.identity):
             # A raw payload is handed out in a pool's memory anyway, and copying more costs more than a claim.
             eager = entry.size <= MAX_EAGER_PACKET and not (entry.fast_path and self._us.may_lend(session))
         if eager and session.take_credit(entry.generation, entry.size):
             data = self._read(entry.offset, entry.size)
             self._counters["eager"] += 1
-        elif alone and self._us.may_lend(session):
+        elif alone and self._us.may_lend(session) and (not entry.device or session.device_peer is not None):
             self._board.offer(entry.slot, entry.generation)
             self._offered.add(entry.generation)
             offset = entry.offset
             self._counters["offered"] += 1
-        return wire.Ready(entry.key, entry.generation, entry.size, entry.fast_path, data, offset)
+        return wire.Ready(
+            entry.key,
+            entry.generation,
+            entry.size,
+            entry.fast_path,
+            data,
+            offset,
+            entry.device,
+            entry.event,
+        )
 
     def free(self, generation: int, slot: int) -> bool:
         """Tell whether a payload that the ledger has done with can be freed now; keep it if not."""

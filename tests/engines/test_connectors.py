@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,10 @@ import psutil
 import pytest
 from connector_support import eventually, short_directory
 from engine_host import pattern
-from engine_rig import MB, GpuStage, Rig
+from engine_rig import MB, EngineHost, GpuStage, Rig
+from wire_peers import V1Client
+
+from mori_mp.shared.errors import EngineUnavailable, StartupError
 
 CONFIG: dict[str, Any] = {
     "host": "127.0.0.1",
@@ -27,7 +31,12 @@ CONFIG: dict[str, Any] = {
     "restart_limit": 1000,
     "prestart": False,
 }
+DELIVERIES = {"offer": "auto", "landing": "landing"}
+"""How a GPU payload comes: copied by its receiver from the sender's pool, or written by a worker."""
+
+Starter = Callable[..., EngineHost]
 _numbers = count()
+deliveries = pytest.mark.parametrize("delivery", DELIVERIES.values(), ids=DELIVERIES)
 
 
 def crc(seed: int, size: int) -> int:
@@ -43,8 +52,9 @@ class Stages:
         self._runtime = runtime
         self._made: list[GpuStage] = []
 
-    def bare(self) -> GpuStage:
-        stage = GpuStage(self.rig, self._blocks / f"stage-{next(_numbers)}", self._runtime)
+    def bare(self, **environment: str) -> GpuStage:
+        """Start a stage process without a connector yet."""
+        stage = GpuStage(self.rig, self._blocks / f"stage-{next(_numbers)}", self._runtime, **environment)
         self._made.append(stage)
         return stage
 
@@ -82,11 +92,13 @@ def stages(stages_rig: Rig, blocks: Path) -> Iterator[Stages]:
         stages.end()
 
 
-@pytest.fixture(scope="module")
-def shared_stages(stages_rig: Rig, blocks: Path) -> Iterator[tuple[GpuStage, GpuStage]]:
+@pytest.fixture(scope="module", params=DELIVERIES.values(), ids=DELIVERIES)
+def shared_stages(
+    request: pytest.FixtureRequest, stages_rig: Rig, blocks: Path
+) -> Iterator[tuple[GpuStage, GpuStage]]:
     with short_directory() as runtime:
         stages = Stages(stages_rig, blocks, runtime)
-        yield stages.pair()
+        yield stages.pair(delivery=request.param)
         stages.end()
 
 
@@ -134,7 +146,6 @@ def test_complete_metadata_finds_a_gpu_payload_without_a_notice(stages: Stages) 
 
 def test_host_payloads_never_touch_the_gpu_pools(shared_stages: tuple[GpuStage, GpuStage]) -> None:
     sender, receiver = shared_stages
-    landed = sender("health")["sender"]["counters"]["landed"]
     for size in (100, 300_000):
         _, _, metadata = sender("put_bytes", f"host-{size}", 3, size)
         assert used(sender) == 0
@@ -142,7 +153,6 @@ def test_host_payloads_never_touch_the_gpu_pools(shared_stages: tuple[GpuStage, 
         assert found == {"size": size, "digest": crc(3, size), "on_device": False}
         assert used(receiver) == 0
         receiver("release", f"host-{size}")
-    assert sender("health")["sender"]["counters"]["landed"] == landed
 
 
 def test_a_strided_view_is_sent_in_order(shared_stages: tuple[GpuStage, GpuStage]) -> None:
@@ -157,11 +167,12 @@ def test_a_strided_view_is_sent_in_order(shared_stages: tuple[GpuStage, GpuStage
     receiver("release", "strided")
 
 
-def test_a_payload_is_written_after_its_copy(stages: Stages) -> None:
-    """put() waits for nothing; the worker waits for the event."""
+@deliveries
+def test_a_payload_is_read_after_its_copy(stages: Stages, delivery: str) -> None:
+    """put() waits for nothing; whoever reads the pool waits for the event."""
     if not stages.rig.holds:
         pytest.skip("only the emulated runtime can hold copies back")
-    sender, receiver = stages.pair()
+    sender, receiver = stages.pair(delivery=delivery)
     sender("tensor", "x", 6, 50_000)
     sender.block["hold"] = 1
     _, _, metadata = sender("put", "k", "x")
@@ -169,6 +180,64 @@ def test_a_payload_is_written_after_its_copy(stages: Stages) -> None:
     sender.block["hold"] = 0
     found = receiver("get", "k", metadata, 10.0)
     assert found == {"size": 50_000, "digest": crc(6, 50_000), "on_device": True}
+
+
+@pytest.mark.parametrize(("delivery", "wrote"), [("auto", False), ("landing", True)])
+def test_who_moves_the_bytes(stages: Stages, delivery: str, wrote: bool) -> None:
+    sender, receiver = stages.pair(delivery=delivery)
+    sender("tensor", "x", 19, 50_000)
+    _, _, metadata = sender("put", "k", "x")
+    assert receiver("get", "k", metadata, 10.0)["digest"] == crc(19, 50_000)
+    assert (sender("health")["sender"]["counters"]["landed"] == 1) is wrote
+    assert (receiver("health")["receiver"]["counters"]["lease"] == 1) is not wrote
+
+
+def test_a_copy_under_way_keeps_its_source(stages: Stages) -> None:
+    if not stages.rig.holds:
+        pytest.skip("only the emulated runtime can hold copies back")
+    sender, receiver = stages.pair()
+    sender("tensor", "x", 20, MB)
+    _, _, metadata = sender("put", "k", "x")
+    receiver.block["hold"] = 1
+    receiver.ask("get", "k", metadata, 30.0)
+    eventually(lambda: receiver.block["copies"] > 0, "copy begun")
+    sender("cleanup", "k")
+    eventually(lambda: sender("health")["sender"]["claimed"] == 1, "kept for the claim")
+    assert used(sender) == MB
+    receiver.block["hold"] = 0
+    assert receiver.answer()["digest"] == crc(20, MB)
+    eventually(lambda: used(sender) == 0, "slot free")
+
+
+def test_a_receiver_killed_in_its_copy_takes_nothing_along(stages: Stages) -> None:
+    if not stages.rig.holds:
+        pytest.skip("only the emulated runtime can hold copies back")
+    sender, receiver = stages.pair()
+    sender("tensor", "x", 21, MB)
+    _, _, metadata = sender("put", "k", "x")
+    receiver.block["hold"] = 1
+    receiver.ask("get", "k", metadata, 30.0)
+    eventually(lambda: receiver.block["copies"] > 0, "copy begun")
+    receiver.end()
+    successor, _ = stages.make(1, role="receiver", stage_id=1)
+    assert successor("get", "k", metadata, 20.0)["digest"] == crc(21, MB)
+    eventually(lambda: used(sender) == 0, "slot free")
+
+
+def test_a_released_slot_waits_for_its_readers(stages: Stages) -> None:
+    """What reads a buffer may still be enqueued when its owner lets go of it."""
+    if not stages.rig.holds:
+        pytest.skip("only the emulated runtime can hold copies back")
+    sender, receiver = stages.pair()
+    sender("tensor", "x", 22, MB)
+    _, _, metadata = sender("put", "k", "x")
+    assert receiver("get", "k", metadata, 10.0)["digest"] == crc(22, MB)
+    receiver.block["hold"] = 1
+    receiver("read_later", "k")
+    receiver("release", "k")
+    assert used(receiver) == MB
+    receiver.block["hold"] = 0
+    eventually(lambda: used(receiver) == 0, "slot free")
 
 
 def test_more_puts_at_once_than_events(stages: Stages) -> None:
@@ -230,9 +299,10 @@ def test_a_receiver_without_a_gpu_pool_says_so(stages: Stages) -> None:
     assert receiver("get_now", "k", metadata) is None  # and the payload is still there for one that can
 
 
+@deliveries
 @pytest.mark.parametrize("role", ["worker", "control"])
-def test_a_killed_child_costs_no_payload(stages: Stages, role: str) -> None:
-    sender, receiver = stages.pair()
+def test_a_killed_child_costs_no_payload(stages: Stages, role: str, delivery: str) -> None:
+    sender, receiver = stages.pair(delivery=delivery)
     sender("tensor", "x", 13, 2 * MB)
     for number in range(3):
         if stages.rig.holds:
@@ -299,3 +369,70 @@ def test_cleanup_on_an_edge_takes_the_tensors_of_an_object_too(stages: Stages) -
     assert used(sender) == MB
     sender("cleanup", "k", "0", "1")
     eventually(lambda: used(sender) == used(sender, "pool") == 0, "slots free")
+
+
+def test_gpus_are_told_apart_by_their_address_not_their_number(stages: Stages) -> None:
+    """Each process sees one GPU, which is number 0 to it."""
+    if stages.rig.devices[0] == stages.rig.devices[1]:
+        pytest.skip("one GPU")
+    variable = (
+        "HIP_VISIBLE_DEVICES" if stages.rig.holds or "hip" in stages.rig.name else "CUDA_VISIBLE_DEVICES"
+    )
+    sender, receiver = (stages.bare(**{variable: str(device)}) for device in stages.rig.devices)
+    settings = {**CONFIG, "backend_type": stages.rig.engine}
+    sender("make", {**settings, "role": "sender", "zmq_port": 0, "stage_id": 0}, 0)
+    receiver("make", {**settings, "role": "receiver", "stage_id": 1}, 0)
+    sender("tensor", "x", 23, 200_000)
+    _, _, metadata = sender("put", "k", "x")
+    assert receiver("get", "k", metadata, 20.0)["digest"] == crc(23, 200_000)
+
+
+def test_memory_that_cannot_be_exported_is_refused_with_the_cure(stages: Stages) -> None:
+    if stages.rig.holds:
+        stage = stages.bare()
+        stage.block["fail_ipc_export"] = 1
+    else:
+        stage = stages.bare(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    settings = {**CONFIG, "backend_type": stages.rig.engine, "role": "sender", "zmq_port": 0, "stage_id": 0}
+    with pytest.raises(EngineUnavailable, match="expandable_segments:False"):
+        stage("make", settings, stages.rig.devices[0])
+
+
+# ------------------------------------------------------------------- workers of another interpreter
+@pytest.fixture
+def mori_stages(mori_rig: Rig, blocks: Path) -> Iterator[Stages]:
+    with short_directory() as runtime:
+        stages = Stages(mori_rig, blocks, runtime)
+        yield stages
+        stages.end()
+
+
+def test_workers_of_another_interpreter_have_the_mori_that_the_stage_lacks(
+    mori_stages: Stages, start: Starter, v1_client: Callable[[int], V1Client]
+) -> None:
+    """A stage with torch and no Mori sends through workers with Mori and no torch, to a receiver of v1."""
+    rig = mori_stages.rig
+    sender, port = mori_stages.make(0, role="sender", zmq_port=0, stage_id=0, worker_python=rig.python)
+    receiver = start(rig)
+    engine_desc, mem_desc = receiver.become_receiver(MB)
+    sender("tensor", "x", 24, 100_000)
+    sender("put", "k", "x")
+    client = v1_client(port)
+    descriptors = {"engine_desc_packed": engine_desc, "mem_desc_packed": mem_desc}
+    assert client.query("k@0_1") == {"request_id": "k@0_1", "data_size": 100_000, "is_fast_path": True}
+    assert client.pull("k@0_1", 100_000, 4096, **descriptors) == b"trans_done"
+    assert receiver("peek", 4096, 100_000) == pattern(24, 100_000)
+
+
+def test_workers_of_an_interpreter_without_mori_say_what_is_missing(mori_stages: Stages) -> None:
+    stage = mori_stages.bare()
+    settings = {**CONFIG, "role": "sender", "zmq_port": 0, "stage_id": 0, "backend_type": "xgmi"}
+    with pytest.raises(StartupError, match="Mori is not installed for .*pip install amd-mori"):
+        stage("make", {**settings, "worker_python": sys.executable}, 0)
+
+
+def test_a_stage_without_mori_cannot_receive_with_it(mori_stages: Stages) -> None:
+    stage = mori_stages.bare()
+    settings = {**CONFIG, "role": "receiver", "stage_id": 1, "backend_type": "xgmi"}
+    with pytest.raises(EngineUnavailable, match="also in the interpreter of a stage that receives"):
+        stage("make", {**settings, "worker_python": mori_stages.rig.python}, 0)

@@ -117,6 +117,14 @@ class LentPool:
             self._runtime.event_destroy(event.handle)
 
 
+def lent_here(desc: GpuPoolDescriptor) -> LentPool:
+    """Return the pool of this process that a descriptor is of. Raises EngineUnavailable if it is closed."""
+    lent = _lent.get((desc.handle, desc.offset))
+    if lent is None:
+        raise EngineUnavailable("the stage's GPU pool has been closed")
+    return lent
+
+
 class BorrowedPool:
     """A worker's end: the stage's memory and events, imported."""
 
@@ -137,9 +145,7 @@ class BorrowedPool:
         self.events: list[Event] = []
         self._handle = b""
         if desc.pid == os.getpid():  # a process cannot import what it exported itself
-            lent = _lent.get((desc.handle, desc.offset))
-            if lent is None:
-                raise EngineUnavailable("the stage's GPU pool has been closed")
+            lent = lent_here(desc)
             self.memory, self.events = lent.memory, list(lent.events)
             return
         self._handle = desc.handle

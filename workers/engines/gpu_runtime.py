@@ -18,6 +18,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -162,6 +163,19 @@ class GpuRuntime:
     def set_device(self, device: int) -> None:
         """Make a device this thread's current one."""
         self._call("SetDevice", device)
+
+    @contextmanager
+    def current(self, device: int) -> Iterator[None]:
+        """Make a device this thread's current one for a moment, for its default stream and new events."""
+        before = self.current_device()
+        if before == device:
+            yield
+            return
+        self.set_device(device)
+        try:
+            yield
+        finally:
+            self.set_device(before)
 
     def current_device(self) -> int:
         device = ctypes.c_int()

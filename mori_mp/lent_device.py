@@ -1,0 +1,159 @@
+"""A sender's GPU pool, mapped here: an offered payload is copied from it into our own pool by our own GPU.
+
+On one host this saves the way through the sender's processes: nobody but the receiver has to wake up. The
+copy is waited for, since the payload must be there on whichever stream it is used next. That takes some
+10 microseconds for a small payload, with the GIL kept, and no longer than KEEP_GIL_SECONDS for any: beyond
+that the wait gives it up.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+
+from mori_mp.shared.errors import EngineUnavailable, TransferFailed, WireError
+from mori_mp.shared.pool import host_id
+from mori_mp.workers.engines import gpu_pool
+from mori_mp.workers.engines.gpu_pool import GpuPoolDescriptor
+from mori_mp.workers.engines.gpu_runtime import GpuError, GpuRuntime
+
+KEEP_GIL_SECONDS = 0.001
+_PAUSE_SECONDS = 0.0002
+
+
+class LentDevice:
+    """A mapped GPU pool with its events. Thread-safe; sizes and offsets in bytes.
+
+    runtime keeps the GIL in its calls, waiting does not; device is our own GPU, which copies.
+    """
+
+    def __init__(self, packed: bytes, runtime: GpuRuntime, waiting: GpuRuntime, device: int) -> None:
+        """Map the pool of a packed descriptor. Raises WireError, or EngineUnavailable if out of reach."""
+        desc = GpuPoolDescriptor.unpack(packed)
+        self._runtime, self._waiting, self._device = runtime, waiting, device
+        self.size = desc.size
+        self._handle = b""
+        self._events: list[int] = []
+        self._idle: deque[tuple[int, int]] = deque()  # (stream, event) for a copy
+        self._users = 0
+        self._retired = False
+        self._lock = threading.Lock()
+        if desc.host_id != host_id():
+            raise EngineUnavailable("it lies on another host or in another PID namespace")
+        if desc.kind != runtime.kind:
+            raise EngineUnavailable(f"it is {desc.kind} memory, and this stage has {runtime.kind}")
+        if desc.pid == os.getpid():  # a process cannot import what it exported itself
+            lent = gpu_pool.lent_here(desc)
+            self.address, self._events = lent.memory.address, [event.handle for event in lent.events]
+            return
+        with waiting.current(device):
+            self._check_route(desc.bus_id)
+            self._import(desc)
+
+    def _check_route(self, bus_id: str) -> None:
+        other = self._waiting.device_by_bus_id(bus_id)
+        if other not in (None, self._device) and not self._waiting.can_access_peer(self._device, other or 0):
+            raise EngineUnavailable(
+                f"GPU {self._device} cannot access GPU {bus_id} directly (no peer access)"
+            )
+
+    def _import(self, desc: GpuPoolDescriptor) -> None:
+        waiting = self._waiting
+        try:
+            base = waiting.import_memory(desc.handle)
+            self._handle = desc.handle
+            self.address = base + desc.offset
+            size = waiting.allocation(base)[1]
+            if desc.allocation_size > size:
+                raise WireError(f"it claims {desc.allocation_size} bytes of an allocation of {size}")
+            for handle in desc.events:
+                self._events.append(waiting.event_import(handle))
+        except GpuError as exc:
+            self._unmap()
+            raise EngineUnavailable(f"it cannot be mapped: {exc}") from exc
+        except BaseException:
+            self._unmap()
+            raise
+
+    def copy(self, offset: int, size: int, target: int, event: int, deadline: float) -> bool:
+        """Copy a payload, behind an event of the pool (-1: none), to an address of our GPU, and wait for it.
+
+        False if the event has not happened by deadline (monotonic seconds), or the pool is gone; nothing has
+        been copied then. Raises WireError, TransferFailed.
+        """
+        if not 0 <= offset < offset + size <= self.size or event >= len(self._events):
+            raise WireError(
+                f"{size} bytes at {offset} behind event {event} of a GPU pool of {self.size} bytes"
+            )
+        if not self._begin():
+            return False
+        try:
+            with self._runtime.current(self._device):
+                if event >= 0 and not self._await(self._events[event], deadline):
+                    return False
+                self._copy(offset, size, target)
+            return True
+        except GpuError as exc:
+            raise TransferFailed(f"GPU copy from the sender's pool: {exc}") from exc
+        finally:
+            self._end()
+
+    def _begin(self) -> bool:
+        with self._lock:
+            if not self._retired:
+                self._users += 1
+            return not self._retired
+
+    def _end(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._retired and not self._users:
+                self._unmap()
+
+    def _await(self, event: int, deadline: float) -> bool:
+        """Wait for the sender's copy into its pool; there is no wait for an event with an end to it."""
+        keep_until = time.monotonic() + KEEP_GIL_SECONDS
+        while not self._runtime.event_query(event):
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            if now >= keep_until:
+                time.sleep(_PAUSE_SECONDS)
+        return True
+
+    def _copy(self, offset: int, size: int, target: int) -> None:
+        runtime = self._runtime
+        try:
+            stream, done = self._idle.popleft()
+        except IndexError:
+            stream, done = runtime.stream_create(), runtime.event_create()
+        runtime.memcpy_async(target, self.address + offset, size, stream)
+        runtime.event_record(done, stream)
+        keep_until = time.monotonic() + KEEP_GIL_SECONDS
+        while not runtime.event_query(done):
+            if time.monotonic() >= keep_until:
+                self._waiting.event_synchronize(done)
+        self._idle.append((stream, done))
+
+    def retire(self) -> None:
+        """No new copies; unmap when the last one has ended. Idempotent."""
+        with self._lock:
+            if not self._retired and not self._users:
+                self._unmap()
+            self._retired = True
+
+    def _unmap(self) -> None:
+        waiting = self._waiting
+        handle, self._handle = self._handle, b""
+        events, self._events = self._events, []
+        with waiting.current(self._device):
+            while self._idle:
+                stream, done = self._idle.popleft()
+                waiting.stream_destroy(stream)
+                waiting.event_destroy(done)
+            if handle:
+                for event in events:
+                    waiting.event_destroy(event)
+                waiting.release_memory(handle)
