@@ -154,14 +154,29 @@ def test_a_host_of_another_shape_is_left_alone(host: Path) -> None:
 
 
 def test_log_lines_join_those_of_vllm(host: Path) -> None:
+    """Also when vLLM sets its logger up after the plugin has run, or anew; each line once."""
     said, _ = run(
         host,
-        "vllm = logging.getLogger('vllm'); vllm.addHandler(Lines()); vllm.setLevel('INFO')\n"
-        "ours = logging.getLogger('mori_mp'); ours.handlers.clear(); ours.setLevel(logging.NOTSET)\n"
+        "class Here(Lines):\n"
+        "    def __init__(self): super().__init__(); self.seen = []\n"
+        "    def emit(self, record): self.seen.append(record.getMessage())\n"
+        "ours, vllm = logging.getLogger('mori_mp'), logging.getLogger('vllm')\n"
+        "ours.handlers.clear(); ours.setLevel(logging.NOTSET)\n"
         "register(); registry(); register()\n"
-        "said = [len(ours.handlers), ours.level == logging.INFO, len(lines)]",
+        "said = []\n"
+        "for turn in ('first', 'second'):\n"
+        "    vllm.handlers = [Here()]; vllm.setLevel('INFO'); vllm.propagate = False\n"
+        "    logging.getLogger('mori_mp.heart').info(turn)\n"
+        "    logging.getLogger('mori_mp.heart').debug('not this')\n"
+        "    said.append(vllm.handlers[0].seen)\n",
     )
-    assert said == [1, True, 1]
+    assert said == [["first"], ["second"]]
+
+
+def test_log_lines_stay_where_somebody_has_put_them(host: Path) -> None:
+    said, lines = run(host, "register(); registry(); said = len(logging.getLogger('mori_mp').handlers)")
+    assert said == 1
+    assert len(lines) == 1
 
 
 def test_created_connector(host: Path) -> None:

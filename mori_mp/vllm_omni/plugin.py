@@ -116,13 +116,21 @@ def _share_log_handlers() -> None:
 
     vLLM sets up its own loggers only: without this, ours would show warnings alone, and those bare.
     """
-    ours, theirs = logging.getLogger("mori_mp"), logging.getLogger("vllm")
+    ours = logging.getLogger("mori_mp")
     if ours.hasHandlers():
         return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
+    ours.addHandler(_ToVllm())
+    ours.propagate = False  # vLLM's logger decides that
     if ours.level == logging.NOTSET:
-        ours.setLevel(theirs.level)
+        ours.setLevel(logging.getLogger("vllm").level or logging.INFO)
+
+
+class _ToVllm(logging.Handler):
+    """Hands records to whichever handlers vLLM's logger has by then: it may be set up after us, or anew."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Have vLLM's logger handle it."""
+        logging.getLogger("vllm").handle(record)
 
 
 # --------------------------------------------------------------------------------------- waiting for it
