@@ -1,8 +1,8 @@
 """MoriTransferEngineConnector: what vLLM-Omni makes from a deploy YAML, and what its stages call.
 
 Name, configuration keys, methods and metadata are those of vllm-omni's in-tree class. Inside, this is only
-the joint of three things: the pool (`slots`), the sending half (`publisher` over a `heart` of processes) and
-the receiving half (`receiver`). Which of them exist follows from the role:
+the joint of three things: the memory (`pools`), the sending half (`publisher` over a `heart` of processes)
+and the receiving half (`receiver`). Which of them exist follows from the role:
 
     sender     listens from construction on
     receiver   gets, and listens where the next stage will look for it: a middle stage of 0 -> 1 -> 2 is made
@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from mori_mp import heart as hearts
-from mori_mp.backend import choose, engine_options
+from mori_mp.backend import choose
 from mori_mp.config import ConnectorConfig
 from mori_mp.device_pool import DevicePool
 from mori_mp.endpoint import check_bindable, resolve_host
@@ -36,19 +36,17 @@ from mori_mp.health import StageHealth
 from mori_mp.intake import Timeouts
 from mori_mp.link import Us
 from mori_mp.meters import StageMeters
+from mori_mp.pools import Pools
 from mori_mp.publisher import Publisher
 from mori_mp.receiver import Receiver
 from mori_mp.shared.errors import ConnectorClosed, MoriMPError, PoolExhausted, SenderUnknown, StartupError
 from mori_mp.shared.faults import Faults
 from mori_mp.shared.files import expand
-from mori_mp.shared.pool import Pool, host_id
+from mori_mp.shared.pool import host_id
 from mori_mp.shared.procinfo import startup_line
 from mori_mp.shared.tracing import TraceFile
 from mori_mp.shared.wire import edge_name, internal_key
-from mori_mp.slots import PoolSlots
 from mori_mp.wanted import Wanted
-from mori_mp.workers import engines
-from mori_mp.workers.engines.base import Passive
 
 logger = logging.getLogger(__name__)
 
@@ -88,24 +86,16 @@ class MoriTransferEngineConnector:
         self.backend_type, self.backend_reason = choice
         self._epoch = uuid.uuid4().hex[:12]
         self.engine_key = f"mori-mp-{self.role}-{self._epoch}-pid{os.getpid()}"
-        on_gpu = settings.memory_pool_device != "cpu"
-        self._device_engine = self.backend_type if on_gpu else ""
-        self._host_engine = "shm" if on_gpu else self.backend_type
-        self._options = engine_options(settings)
-        size = settings.host_pool_size if on_gpu else settings.memory_pool_size
-        device_bytes = settings.memory_pool_size if on_gpu else 0
-        self._pool = Pool.create(size, f"stage{max(self.stage_id, 0)}-{self._epoch}", device_bytes)
-        self.slots = PoolSlots(self._pool)
-        self.device_pool: DevicePool | None = None
-        self._passive = self._receive()
+        self._pools = Pools(settings, self.backend_type, f"stage{max(self.stage_id, 0)}-{self._epoch}")
+        self.slots = self._pools.slots
         self.faults = Faults("stage")
         self._trace = self._trace_file()
         tracer = self._trace.tracer if self._trace is not None else None
         meters = StageMeters(bool(settings.prometheus_port), tracer)
         self.publisher = Publisher(self.slots, tracer)
-        lease = settings.delivery != "landing"
+        lease, passive = settings.delivery != "landing", self._pools.passive
         self.receiver = Receiver(
-            Us(self._epoch, host_id(), self._passive.engine_desc, self._passive.mem_desc, lease),
+            Us(self._epoch, host_id(), passive.engine_desc, passive.mem_desc, lease),
             self.slots,
             Timeouts(
                 settings.get_timeout_seconds, settings.query_timeout_seconds, settings.buffer_ttl_seconds
@@ -118,7 +108,6 @@ class MoriTransferEngineConnector:
         )
         self.heart: hearts.Heart | None = None
         self._starting = threading.Lock()
-        self._making_device_pool = threading.Lock()
         self._started_ahead = False
         self._calls = 0
         self._pool_in_use = False
@@ -155,32 +144,14 @@ class MoriTransferEngineConnector:
             )
         )
 
-    def _receive(self) -> Passive:
-        """Make the host pool reachable for senders; one that only sends needs no passive engine for that."""
-        if self.role == "sender" and self._host_engine != "shm":
-            return Passive(b"", b"")
-        return engines.receive(self._host_engine, self._pool, self._options)
-
     def _ensure_device_pool(self) -> None:
-        """Make the GPU pool, if there is to be one, once; it must be there before the first put or get.
+        """Have the GPU pool, if there is to be one, before the first put or get."""
+        self._pools.ensure_device(self._use_device_pool)
 
-        Raises EngineUnavailable, ConfigError.
-        """
-        if not self._device_engine or self.device_pool is not None:
-            return
-        with self._making_device_pool:
-            if self.device_pool is None:
-                self.device_pool = self._make_device_pool()
-
-    def _make_device_pool(self) -> DevicePool:
-        settings = self.settings
-        pool = DevicePool(
-            settings.memory_pool_size, settings.memory_pool_device, self._device_engine, self._options
-        )
-        self.publisher.use_device(pool, settings.tensor_device == "pool")
+    def _use_device_pool(self, pool: DevicePool) -> None:
+        self.publisher.use_device(pool, self.settings.tensor_device == "pool")
         if self.role != "sender":
             self.receiver.use_device(pool)
-        return pool
 
     def _fixed_health(self) -> dict[str, Any]:
         """Return what health() says of this connector and never changes."""
@@ -232,11 +203,7 @@ class MoriTransferEngineConnector:
                 self._ensure_device_pool()
                 heart = hearts.start(
                     self.settings,
-                    engine=self._host_engine,
-                    device_engine=self._device_engine,
-                    options=self._options,
-                    pool=self._pool,
-                    gpu_pool=self.device_pool.lend() if self.device_pool is not None else b"",
+                    pools=self._pools,
                     epoch=self._epoch,
                     endpoint=(resolve_host(endpoint[0]), endpoint[1]),
                     replay=self.publisher.replay,
@@ -488,10 +455,7 @@ class MoriTransferEngineConnector:
         """Drop our mapping; the memory itself goes when the last buffer of it in use does."""
         self._pool_in_use = False
         self.receiver.let_go_of_pool()
-        self._passive.close()
-        self._pool.close()
-        if self.device_pool is not None:
-            self.device_pool.close(self.receiver.late_device_writes)
+        self._pools.close(self.receiver.late_device_writes)
 
     def __del__(self) -> None:
         self.close()

@@ -16,11 +16,11 @@ import msgspec
 from mori_mp.config import ConnectorConfig
 from mori_mp.health import StageHealth
 from mori_mp.pins import card_of, make_plan
+from mori_mp.pools import Pools
 from mori_mp.shared import registry, runtime
 from mori_mp.shared.errors import StartupError
 from mori_mp.shared.messages import ControlSetup, Observing
 from mori_mp.shared.pinning import Plan
-from mori_mp.shared.pool import Pool
 from mori_mp.workers.inline import ControlThread
 from mori_mp.workers.spawn import module_path
 from mori_mp.workers.supervisor import Supervisor, launch_process
@@ -47,11 +47,7 @@ class Heart:
 def start(
     config: ConnectorConfig,
     *,
-    engine: str,
-    device_engine: str,
-    options: dict[str, Any],
-    pool: Pool,
-    gpu_pool: bytes,
+    pools: Pools,
     epoch: str,
     endpoint: tuple[str, int],
     replay: Callable[[], Any],
@@ -59,18 +55,16 @@ def start(
     health: StageHealth,
     trace_folder: str = "",
 ) -> Heart:
-    """Start control process and workers and wait until they serve.
-
-    engine moves the host pool, device_engine the GPU pool whose packed descriptor is gpu_pool ("" and b"" if
-    there is none). trace_folder: of spans, "" for none.
+    """Start control process and workers and wait until they serve. trace_folder: of spans, "" for none.
 
     Raises StartupError (port taken, engine failing, ...), PinningError, ConfigError.
     """
     host, port = endpoint
+    engine = pools.device_engine or pools.host_engine
     folder = runtime.create(epoch, config.runtime_dir)
     threads = config.worker_mode == "thread"
     try:
-        card, plan = _introduce(config, folder, engine=device_engine or engine, endpoint=_tcp(host, port))
+        card, plan = _introduce(config, folder, engine=engine, endpoint=_tcp(host, port))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -87,15 +81,15 @@ def start(
         port=port,
         hot_fd=-1,
         admin_fd=-1,
-        pool_fd=pool.fd,
-        pool_size=pool.size,
+        pool_fd=pools.host.fd,
+        pool_size=pools.host.size,
         fence_fd=-1,
-        engine=engine,
-        engine_options=options,
-        device_engine=device_engine,
-        gpu_pool=gpu_pool,
+        engine=pools.host_engine,
+        engine_options=pools.options,
+        device_engine=pools.device_engine,
+        gpu_pool=pools.lend_device(),
         lend=config.delivery != "landing",
-        mem_desc=pool.descriptor().pack(),
+        mem_desc=pools.host.descriptor().pack(),
         workers=config.num_transfer_workers,
         worker_cpus=[] if threads else [sorted(cpus or ()) for cpus in plan.workers],
         worker_python=config.worker_python,
@@ -120,8 +114,10 @@ def start(
             trace_folder=trace_folder,
         ),
     )
-    launch = (lambda setup, _: ControlThread(setup, pool)) if threads else launch_process
-    supervisor = Supervisor(template, pool, folder, launch, replay, freed, health.stage_part, health.faults)
+    launch = (lambda setup, _: ControlThread(setup, pools.host)) if threads else launch_process
+    supervisor = Supervisor(
+        template, pools.host, folder, launch, replay, freed, health.stage_part, health.faults
+    )
     try:
         supervisor.start()
         card = msgspec.structs.replace(card, endpoint=_tcp(host, supervisor.port), serving=True)
@@ -134,7 +130,7 @@ def start(
         config.stage_id,
         host,
         supervisor.port,
-        device_engine or engine,
+        engine,
         config.num_transfer_workers,
         supervisor.pid,
         "; ".join(plan.reasons) if not plan.cpus else sorted(plan.cpus),

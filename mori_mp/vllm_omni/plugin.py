@@ -74,7 +74,7 @@ def create(config: dict[str, Any]) -> Any:
 
 # --------------------------------------------------------------------------- what is changed in the host
 def _install() -> None:
-    _share_log_handlers()
+    _log_through_vllm()
     try:
         registry = sys.modules[_FACTORY].OmniConnectorFactory._registry
         taken = _take_over(registry)
@@ -111,7 +111,7 @@ def _register_own_name(registry: dict[str, Callable[[dict[str, Any]], Any]]) -> 
             setattr(module, _NAME_SET, names)
 
 
-def _share_log_handlers() -> None:
+def _log_through_vllm() -> None:
     """Let our log lines appear among vLLM's, unless somebody has seen to them already.
 
     vLLM sets up its own loggers only: without this, ours would show warnings alone, and those bare.

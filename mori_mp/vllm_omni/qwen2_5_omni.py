@@ -138,8 +138,11 @@ def _fresh_rows(answer: _Answer, output: Any, prompt: int, tokens: int, sampled:
         return torch.empty(0, 0)
     if due > len(hidden):
         raise UnusableChunk(f"{due} rows of hidden states are due and a step gave {len(hidden)}")
-    again = answer.rows + due >= prompt if not sampled else due < len(hidden) < prompt > answer.rows
-    if again:
+    if sampled:  # this ends a prompt in parts; had it been computed without a break, all its rows were due
+        broken = answer.rows < prompt and due < len(hidden) < prompt
+    else:  # a whole prompt would have given a token: some parts have come twice
+        broken = answer.rows + due >= prompt
+    if broken:
         raise UnusableChunk("the thinker was preempted amid a prompt that it computes in parts")
     answer.rows += due
     return hidden[len(hidden) - due :].detach().cpu().to(torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from connector_support import short_directory
@@ -14,8 +15,9 @@ from mori_mp.pipeline.free_ports import PortBlock
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whichever test comes first waits for the host's import."""
+    here = Path(__file__).parent
     for item in items:
-        if "host" in getattr(item, "fixturenames", ()):
+        if here in item.path.parents and "host" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(IMPORT_SECONDS + 60))
 
 

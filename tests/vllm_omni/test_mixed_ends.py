@@ -21,8 +21,6 @@ from omni_support import Host
 
 from mori_mp.pipeline.free_ports import PortBlock
 
-pytestmark = pytest.mark.timeout(300)  # the import of vllm-omni
-
 MIXED = [("ours", "in-tree"), ("in-tree", "ours")]
 each_way = pytest.mark.parametrize("kinds", MIXED, ids=lambda kinds: f"{kinds[0]} to {kinds[1]}")
 

@@ -7,7 +7,6 @@ from omni_child import check
 from omni_support import Host
 
 
-@pytest.mark.timeout(300)  # the import of vllm-omni
 @pytest.mark.parametrize(
     "name",
     [

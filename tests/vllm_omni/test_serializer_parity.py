@@ -11,13 +11,11 @@ from omni_child import check
 from omni_support import Host
 
 
-@pytest.mark.timeout(300)  # the import of vllm-omni
 @pytest.mark.parametrize("name", ["any_values", "what_neither_end_takes", "large_values", "bitmaps"])
 def test_values(host: Host, name: str) -> None:
     check("omni_parity", name)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name",
     [
