@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-import select
 import threading
 import time
 from typing import Any, NamedTuple
@@ -218,13 +217,7 @@ class Publisher:
         a received buffer that the stage has let go of, memory whose message another put() has taken.
         """
         assert self._hot is not None
-        pause = min(_LOOK_AGAIN_SECONDS, max(0.0, deadline - time.monotonic()))
-        poller = select.poll()
-        if self._hot.fileno() >= 0:
-            poller.register(self._hot.fileno(), select.POLLIN)
-        for _, event in poller.poll(pause * 1000):
-            if event & select.POLLHUP:
-                time.sleep(pause)  # dead, and its successor not there yet
+        self._hot.wait(min(_LOOK_AGAIN_SECONDS, max(0.0, deadline - time.monotonic())))
         self.collect()
 
     def _publish(

@@ -53,6 +53,43 @@ def publish(generation: int, key: str = "k@0_1") -> Publish:
     return Publish(key, generation, 4096 * generation, 100, True)
 
 
+def waiter(channel: HotChannel) -> threading.Event:
+    """Start a thread in wait(), which would last a minute; the event is set when it returns."""
+    returned = threading.Event()
+
+    def run() -> None:
+        channel.wait(60.0)
+        returned.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    return returned
+
+
+def test_a_wait_ends_with_freed_memory(channel: HotChannel, control: Control) -> None:
+    returned = waiter(channel)
+    assert not returned.wait(0.05)
+    control.frees(1)
+    assert returned.wait(10)
+
+
+def test_a_wait_beside_a_dead_control_process_ends_with_its_successor(
+    channel: HotChannel, control: Control
+) -> None:
+    control.socket.close()
+    returned = waiter(channel)
+    assert not returned.wait(0.05)
+    successor = Control()
+    channel.replace(successor.theirs, list)
+    assert returned.wait(10)
+    successor.socket.close()
+
+
+def test_a_wait_has_an_end(channel: HotChannel, control: Control) -> None:
+    channel.wait(0.01)
+    control.socket.close()
+    channel.wait(0.01)
+
+
 def fill(channel: HotChannel) -> int:
     """Publish until the kernel takes no more, and a few beyond that; returns how many."""
     sent = 0

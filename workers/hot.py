@@ -7,8 +7,10 @@ restart, `replace()` swaps the socket and sends the replay.
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -24,6 +26,8 @@ class HotChannel:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._replaced = threading.Condition()
+        self._replacements = 0
         self._socket: socket.socket | None = None
         self._fd = -1
         self._reader = PacketReader(messages.MAX_PACKET_BYTES)
@@ -54,6 +58,17 @@ class HotChannel:
         """Messages that wait for room."""
         return len(self._backlog)
 
+    def wait(self, seconds: float) -> None:
+        """Wait until memory has been freed or a new control process is there, at most so long."""
+        fd, before, deadline = self._fd, self._replacements, time.monotonic() + seconds
+        if fd >= 0:
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            if not any(event & select.POLLHUP for _, event in poller.poll(seconds * 1000)):
+                return
+        with self._replaced:
+            self._replaced.wait_for(lambda: self._replacements != before, deadline - time.monotonic())
+
     def fileno(self) -> int:
         """Return the socket, to poll for freed memory; -1 when there is none."""
         return self._fd
@@ -78,6 +93,9 @@ class HotChannel:
                 if not (isinstance(message, messages.Publish) and message.generation in gone):
                     self._backlog.append(messages.encode(message))
             self._flush()
+        with self._replaced:
+            self._replacements += 1
+            self._replaced.notify_all()
         return freed
 
     def close(self) -> None:
