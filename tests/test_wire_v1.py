@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -23,6 +24,7 @@ from wire_peers import V1Client, V1Sender
 from mori_mp import ManagedBuffer, MoriTransferEngineConnector
 from mori_mp.shared import wire
 from mori_mp.shared.errors import CorruptPayload
+from mori_mp.shared.pool import PoolDescriptor
 
 pytestmark = pytest.mark.xdist_group("wire_v1")
 
@@ -152,22 +154,21 @@ def test_descriptor_that_names_something_else_is_not_written_to(
     shared_sender: MoriTransferEngineConnector, client: V1Client, tmp_path: object
 ) -> None:
     """The name, size, seals and inode must be a pool's: a worker opens /proc/<pid>/fd/<fd> by request."""
-    victim = open(f"{tmp_path}/victim", "wb+")  # noqa: SIM115
-    victim.write(b"untouched" * 1000)
-    victim.flush()
-    import os
-
-    stat = os.fstat(victim.fileno())
-    fields = msgspec.msgpack.decode(client.mem_desc)
-    name, _, pid, _, _, host = fields
+    ours = PoolDescriptor.unpack(client.mem_desc)
     put(shared_sender, "v", pattern(100))
-    forged = msgspec.msgpack.encode([name, 8192, pid, victim.fileno(), stat.st_ino, host])
-    assert client.pull("v@0_1", 100, mem_desc_packed=forged) == b"trans_error"
-    larger = msgspec.msgpack.encode([name, 1 << 30, pid, fields[3], fields[4], host])
-    assert client.pull("v@0_1", 100, mem_desc_packed=larger) == b"trans_error"
-    victim.seek(0)
-    assert victim.read() == b"untouched" * 1000
-    victim.close()
+    with open(f"{tmp_path}/victim", "wb+") as victim:
+        victim.write(b"untouched" * 1000)
+        victim.flush()
+        inode = os.fstat(victim.fileno()).st_ino
+        for changes in (
+            {"size": 8192, "fd": victim.fileno(), "inode": inode},
+            {"size": 1 << 30},
+            {"device_bytes": 1 << 30},
+        ):
+            forged = msgspec.structs.replace(ours, **changes)
+            assert client.pull("v@0_1", 100, mem_desc_packed=forged.pack()) == b"trans_error"
+        victim.seek(0)
+        assert victim.read() == b"untouched" * 1000
     assert client.pull("v@0_1", 100) == b"trans_done"
 
 
