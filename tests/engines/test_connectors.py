@@ -427,7 +427,7 @@ def test_workers_of_another_interpreter_have_the_mori_that_the_stage_lacks(
 def test_workers_of_an_interpreter_without_mori_say_what_is_missing(mori_stages: Stages) -> None:
     stage = mori_stages.bare()
     settings = {**CONFIG, "role": "sender", "zmq_port": 0, "stage_id": 0, "backend_type": "xgmi"}
-    with pytest.raises(StartupError, match="Mori is not installed for .*pip install amd-mori"):
+    with pytest.raises(StartupError, match=r"Mori is not installed for .*pip install amd-mori"):
         stage("make", {**settings, "worker_python": sys.executable}, 0)
 
 
