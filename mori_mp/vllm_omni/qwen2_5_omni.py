@@ -138,11 +138,10 @@ def _fresh_rows(answer: _Answer, output: Any, prompt: int, tokens: int, sampled:
         return torch.empty(0, 0)
     if due > len(hidden):
         raise UnusableChunk(f"{due} rows of hidden states are due and a step gave {len(hidden)}")
-    if sampled:  # this ends a prompt in parts; had it been computed without a break, all its rows were due
-        broken = answer.rows < prompt and due < len(hidden) < prompt
-    else:  # a whole prompt would have given a token: some parts have come twice
-        broken = answer.rows + due >= prompt
-    if broken:
+    twice = answer.rows < prompt and due < len(hidden) < prompt  # the prompt's last part, with rows not due
+    if not sampled:
+        twice = answer.rows + due >= prompt  # as many rows as the prompt has, and no token: parts came twice
+    if twice:
         raise UnusableChunk("the thinker was preempted amid a prompt that it computes in parts")
     answer.rows += due
     return hidden[len(hidden) - due :].detach().cpu().to(torch.float32)
