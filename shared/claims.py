@@ -1,10 +1,10 @@
 """Claims: who reads an offered payload in place, kept by the kernel.
 
-A sender offers a payload to a receiver on its host by telling it where in the pool it lies (or in the GPU pool,
-whose slots are numbered on behind those of the host pool). Nobody reserves
-anything for that, so the sender may still withdraw or expire it. Before it reads, the receiver claims the
-payload with a shared lock on the byte of the pool's memfd that has the payload's slot number; before the
-memory is freed, the control process takes that lock exclusively for a moment. One of them is first:
+A sender offers a payload to a receiver on its host by telling it where in the pool it lies, or in the GPU
+pool, whose slots are numbered behind those of the host pool. Nobody reserves anything for that, so the sender
+may still withdraw or expire it. Before it reads, the receiver claims the payload with a shared lock on the
+byte of the host pool's memfd that has the payload's slot number; before the memory is freed, the control
+process takes that lock exclusively for a moment. One of them is first:
 
     receiver first   the control process keeps the memory until the claim is dropped
     control first    the board no longer shows the generation, so the claim is too late and dropped

@@ -26,7 +26,7 @@ from mori_mp.shared.messages import (
     WorkerSetup,
 )
 from mori_mp.shared.pool import BLOCK, Pool, PoolDescriptor, total_bytes
-from mori_mp.workers.engines.shm import ShmEngine, describe
+from mori_mp.workers.engines.shm import ShmEngine, receive
 from mori_mp.workers.transfer import TransferWorker
 
 SOON = 10.0
@@ -118,7 +118,8 @@ def control(pool: Pool) -> Iterator[Control]:
 
 
 def peer_of(pool: Pool, number: int = 1) -> AddPeer:
-    return AddPeer(number, *describe(pool))
+    passive = receive("shm", pool, {})
+    return AddPeer(number, passive.engine_desc, passive.mem_desc)
 
 
 def test_bytes_land_where_they_should_and_nowhere_else(control: Control, pool: Pool, target: Pool) -> None:
@@ -169,7 +170,8 @@ def test_a_write_that_leaves_a_pool_touches_nothing(
 @pytest.mark.parametrize("segment", OUTSIDE)
 def test_the_engine_itself_checks_bounds(pool: Pool, target: Pool, segment: tuple[int, int, int]) -> None:
     engine = ShmEngine(pool, {})
-    engine.add_peer(1, *describe(target))
+    passive = receive("shm", target, {})
+    engine.add_peer(1, passive.engine_desc, passive.mem_desc)
     with pytest.raises(TransferFailed):
         engine.submit(1, [0, segment[0]], [0, segment[1]], [1, segment[2]], 1)
     with pytest.raises(TransferFailed, match="differ in number"):

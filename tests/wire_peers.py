@@ -141,14 +141,20 @@ class V1Sender:
         found = self.payloads.get(key)
         if found is None or len(found[0]) != length or key in self.failing:
             return b"trans_error"
+        if not self.land(request, found[0]):
+            return b"trans_error"
+        del self.payloads[key]
+        return b"trans_done"
+
+    def land(self, request: dict[str, Any], data: bytes) -> bool:
+        """Write a payload where a pull wants it; False if that is out of reach."""
         try:
             target = Pool.open_peer(PoolDescriptor.unpack(request["mem_desc_packed"]))
         except EngineUnavailable:  # the receiver has closed meanwhile
-            return b"trans_error"
-        target.view[request["dst_offset"] : request["dst_offset"] + length] = found[0]
+            return False
+        target.view[request["dst_offset"] : request["dst_offset"] + len(data)] = data
         target.close()
-        del self.payloads[key]
-        return b"trans_done"
+        return True
 
     def _reply(self, identity: bytes, word: bytes) -> None:
         self._router.send_multipart([identity, b"", word])

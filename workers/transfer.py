@@ -29,7 +29,9 @@ from mori_mp.shared.topology import format_cpulist
 from mori_mp.shared.tracing import Tracer
 from mori_mp.workers import childlog, engines
 from mori_mp.workers.boot import LIFELINE_FD
+from mori_mp.workers.engines import shm
 from mori_mp.workers.engines.base import Engine, EngineBroken, Ready, Transfer
+from mori_mp.workers.engines.bounce import BounceEngine
 from mori_mp.workers.engines.gpu_pool import BorrowedPool
 
 logger = logging.getLogger(__name__)
@@ -124,7 +126,10 @@ class TransferWorker:
                 self._tracer.close()
 
     def _serve(self, loaded: list[Engine]) -> None:
-        """Serve with the engine over the host pool and, if there is one, the engine over the GPU pool."""
+        """Serve with the engine over the host pool and, if there is one, the engine over the GPU pool.
+
+        A third one, from the host pool to GPU memory, is added when it is wanted.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._lifeline, zmq.POLLIN)
@@ -162,7 +167,7 @@ class TransferWorker:
             if isinstance(message, Job):
                 self._submit(message)
             elif isinstance(message, AddPeer):
-                self._add_peer(loaded[-1] if message.device else loaded[0], message)
+                self._add_peer(loaded, message)
             elif isinstance(message, DropPeer):
                 self._refused_peers.pop(message.peer, None)
                 engine = self._peers.pop(message.peer, None)
@@ -171,8 +176,29 @@ class TransferWorker:
             elif isinstance(message, Stop):
                 self._stop = True
 
-    def _add_peer(self, engine: Engine, message: AddPeer) -> None:
+    def _engine_for(self, loaded: list[Engine], message: AddPeer) -> Engine:
+        """Return what writes to a peer: the in-tree class has GPU memory for host payloads, too."""
+        if message.device:
+            return loaded[1]
+        if self._borrowed is None or shm.is_ours(message.mem_desc):
+            return loaded[0]
+        if len(loaded) < 3:
+            setup, borrowed = self._setup, self._borrowed
+            loaded.append(
+                BounceEngine(
+                    self._pool,
+                    borrowed.runtime,
+                    borrowed.memory.device,
+                    engines.load,
+                    setup.device_engine,
+                    setup.engine_options,
+                )
+            )
+        return loaded[2]
+
+    def _add_peer(self, loaded: list[Engine], message: AddPeer) -> None:
         try:
+            engine = self._engine_for(loaded, message)
             engine.add_peer(message.peer, message.engine_desc, message.mem_desc)
             self._peers[message.peer] = engine
         except MoriMPError as exc:

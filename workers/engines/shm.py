@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from mori_mp.shared.errors import EngineUnavailable
+from mori_mp.shared.errors import EngineUnavailable, WireError
 from mori_mp.shared.pool import Pool, PoolDescriptor, host_id
 from mori_mp.workers.engines.base import (
     HOST,
@@ -35,9 +35,13 @@ class ShmEngineDescriptor(msgspec.Struct, array_like=True, frozen=True):
     host_id: str
 
 
-def describe(pool: Pool) -> tuple[bytes, bytes]:
-    """Return the packed engine and memory descriptors under which peers may write into a pool."""
-    return msgspec.msgpack.encode(ShmEngineDescriptor(pool.name, host_id())), pool.descriptor().pack()
+def is_ours(mem_desc: bytes) -> bool:
+    """Tell whether a memory descriptor is one of this engine's."""
+    try:
+        PoolDescriptor.unpack(mem_desc)
+    except WireError:
+        return False
+    return True
 
 
 def make(name: str, memory: LocalMemory, options: dict[str, Any]) -> ShmEngine:
@@ -53,7 +57,8 @@ def receive(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> P
     """Describe a pool; nothing beyond the pool itself must stay alive. Raises EngineUnavailable."""
     if not isinstance(memory, Pool):
         raise EngineUnavailable("shm lets peers write into pools of mori_mp.shared.pool only")
-    return Passive(*describe(memory))
+    engine_desc = msgspec.msgpack.encode(ShmEngineDescriptor(memory.name, host_id()))
+    return Passive(engine_desc, memory.descriptor().pack())
 
 
 class _Copied:
