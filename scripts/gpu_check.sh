@@ -3,8 +3,8 @@
 #
 #     scripts/gpu_check.sh --out DIR [--kind cuda|hip] [--wheels DIR] [--engines LIST] [--quick]
 #
-#   --out DIR       where the report goes: environment.txt, contract.log, engines.log, engines.json,
-#                   connectors.log, connectors.json
+#   --out DIR       where the report goes: environment.txt, contract.log, stages.log, engines.log,
+#                   engines.json, connectors.log, connectors.json
 #   --kind          cuda or hip; the default is what the machine has
 #   --wheels DIR    wheels to put before this interpreter's packages (a machine without a package index)
 #   --engines LIST  comma list of cuda_ipc, xgmi (default: both)
@@ -93,14 +93,19 @@ status=0
 names=${engines//,/-$kind or }-$kind
 printf '\n== contract: shm or %s\n' "$names"
 MORI_MP_TEST_GPU=$kind MORI_MP_TEST_MORI=require "$python" -m pytest -q -p no:benchmark -n 3 --dist loadgroup --durations=5 \
-    -o cache_dir="$build/cache" "$root/tests/engines" -k "$names or shm" 2>&1 |
-    tee "$out/contract.log" || status=1
+    -o cache_dir="$build/cache" "$root/tests/engines" --ignore "$root/tests/engines/test_connectors.py" \
+    -k "$names or shm" 2>&1 | tee "$out/contract.log" || status=1
+
+printf '\n== whole connectors\n'
+MORI_MP_TEST_GPU=$kind MORI_MP_TEST_MORI=require "$python" -m pytest -q -p no:benchmark -n 8 --dist worksteal --durations=5 \
+    -o cache_dir="$build/cache" "$root/tests/engines/test_connectors.py" -k "$names" 2>&1 |
+    tee "$out/stages.log" || status=1
 
 printf '\n== bytes, kills, figures\n'
 "$python" "$root/tests/gpu_check.py" --kind "$kind" --engines "$engines" --build "$build" --out "$out" \
     "${quick[@]}" 2>&1 | tee "$out/engines.log" || status=1
 
-printf '\n== whole connectors: put() to usable\n'
+printf '\n== whole connectors: put() to usable, figures\n'
 "$python" "$root/tests/gpu_check_connectors.py" --kind "$kind" --engines "$engines" --build "$build" --out "$out" \
     "${quick[@]}" 2>&1 | tee "$out/connectors.log" || status=1
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -331,11 +331,19 @@ def rig_names() -> Sequence[str]:
     return [*names, f"cuda_ipc-{gpu}", f"xgmi-{gpu}"] if gpu else names
 
 
-def skip_or_fail(missing: Missing) -> None:
+def skip_or_fail(missing: Missing) -> NoReturn:
     """Skip the test, unless the environment says that nothing may be missing."""
     if os.environ.get("MORI_MP_TEST_MORI") == "require":
         pytest.fail(str(missing))
     pytest.skip(str(missing))
+
+
+def get_rig(machine: Machine, name: str) -> Rig:
+    """Make a rig, or skip the test."""
+    try:
+        return machine.rig(name)
+    except Missing as missing:
+        skip_or_fail(missing)
 
 
 def _libraries(folder: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
-from engine_rig import MB, EngineHost, Machine, Missing, Rig, rig_names, skip_or_fail
+from engine_rig import MB, EngineHost, Machine, Rig, get_rig, rig_names
 
 _numbers = count()
 Starter = Callable[..., EngineHost]
@@ -23,15 +23,6 @@ def machine(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
     machine.close()
 
 
-def _get(machine: Machine, name: str) -> Rig:
-    """Make a rig, or skip."""
-    try:
-        return machine.rig(name)
-    except Missing as missing:
-        skip_or_fail(missing)
-        raise AssertionError("unreachable") from missing
-
-
 def _grouped(names: Sequence[str]) -> list[ParameterSet]:
     return [pytest.param(name, marks=pytest.mark.xdist_group(f"engine-{name}")) for name in names]
 
@@ -39,31 +30,31 @@ def _grouped(names: Sequence[str]) -> list[ParameterSet]:
 @pytest.fixture(scope="module", params=_grouped(rig_names()))
 def rig(request: pytest.FixtureRequest, machine: Machine) -> Rig:
     """Each engine on each platform that this machine has."""
-    return _get(machine, request.param)
+    return get_rig(machine, request.param)
 
 
 @pytest.fixture(scope="module", params=_grouped([name for name in rig_names() if name != "shm"]))
 def gpu_rig(request: pytest.FixtureRequest, machine: Machine) -> Rig:
     """The rigs whose engines move GPU memory."""
-    return _get(machine, request.param)
+    return get_rig(machine, request.param)
 
 
 @pytest.fixture(scope="module", params=_grouped(["cuda_ipc", "xgmi"]))
 def emulated_rig(request: pytest.FixtureRequest, machine: Machine) -> Rig:
     """The rigs over the emulated HIP runtime, where failures and delays can be had."""
-    return _get(machine, request.param)
+    return get_rig(machine, request.param)
 
 
 @pytest.fixture(scope="module", params=_grouped(["xgmi"]))
 def mori_rig(request: pytest.FixtureRequest, machine: Machine) -> Rig:
     """Real Mori over the emulated HIP runtime."""
-    return _get(machine, request.param)
+    return get_rig(machine, request.param)
 
 
 @pytest.fixture(scope="module", params=_grouped(["cuda_ipc"]))
 def cuda_ipc_rig(request: pytest.FixtureRequest, machine: Machine) -> Rig:
     """The engine cuda_ipc over the emulated HIP runtime."""
-    return _get(machine, request.param)
+    return get_rig(machine, request.param)
 
 
 @pytest.fixture(scope="module")
