@@ -7,6 +7,8 @@ import multiprocessing
 import traceback
 from multiprocessing.connection import Connection
 
+import psutil
+
 
 def check(module: str, name: str, seconds: float = 120.0) -> None:
     """Call CHECKS[name] of a module there; fails with its traceback. Needs a running Host."""
@@ -26,12 +28,20 @@ def check(module: str, name: str, seconds: float = 120.0) -> None:
         ours.close()
 
 
+def children_left() -> list[str]:
+    """Child processes that are there for seconds more; a listener that was starting ends a little late."""
+    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=5)
+    return [str(child) for child in left]
+
+
 def _enter(module: str, name: str, pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
     try:
         importlib.import_module(module).CHECKS[name]()
+        left = children_left()
+        assert left == [], f"child processes are left: {left}"
     except BaseException:
         pipe.send(traceback.format_exc())
     else:

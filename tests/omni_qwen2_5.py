@@ -10,7 +10,6 @@ import dataclasses
 import importlib
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from connector_support import short_directory
 from omni_qwen2_5_talker import inputs_of_steps, make_talker
 from omni_stages import HOST, ChunkStage, Plan, compile_function, new_request
 from vllm.v1.request import RequestStatus
@@ -52,18 +52,18 @@ def stream_plan(stage: int, base_port: int) -> Plan:
 def stages() -> Iterator[list[ChunkStage]]:
     """Thinker, talker and code2wav, as our pipeline and deploy file have them."""
     plugin.register()
-    with enabled() as processors, tempfile.TemporaryDirectory(prefix="mmp-", dir="/tmp") as runtime:
-        os.environ.update(MORI_MP_RUNTIME_DIR=runtime)
-        with PortBlock() as ports:
-            made = [
-                ChunkStage(stream_plan(stage, ports.base), processor)
-                for stage, processor in enumerate(processors)
-            ]
-            try:
-                yield made
-            finally:
-                for stage in reversed(made):
-                    stage.close()
+    with enabled() as processors, short_directory() as runtime, PortBlock() as ports:
+        os.environ["MORI_MP_RUNTIME_DIR"] = str(runtime)
+        made = [
+            ChunkStage(stream_plan(stage, ports.base), processor)
+            for stage, processor in enumerate(processors)
+        ]
+        try:
+            yield made
+        finally:
+            for stage in reversed(made):
+                stage.close()
+        assert os.listdir(runtime) == [], "runtime files are left"
 
 
 @contextmanager

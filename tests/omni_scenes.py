@@ -16,8 +16,8 @@ from typing import Any
 
 import omni_models
 import omni_runner_scenes
-import psutil
 import torch
+from omni_child import children_left
 from omni_models import PROMPT, codec, frames_from, hidden, thinker_output
 from omni_stages import ChunkStage, Plan, busy, new_request
 from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
@@ -47,9 +47,7 @@ def enter(scene: str, plan: Plan, pipe: Connection) -> None:
     except BaseException as exc:
         pipe.send(("failed", f"{type(exc).__name__}: {exc}"))
         raise
-    # A listener that was still starting when its connector was closed ends a little later.
-    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=5)
-    pipe.send(("ended", [str(child) for child in left]))
+    pipe.send(("ended", children_left()))
 
 
 def _use_stand_in(path: str, pin: str) -> None:
