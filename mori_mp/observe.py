@@ -145,12 +145,18 @@ def _row(sample: Sample, before: Sample | None) -> Row:
         leased=_int(entries.get("leased")),
         in_flight=_int(entries.get("in_flight")),
         draining=_int(entries.get("draining")),
-        pool_percent=_percent(pool.get("used_bytes"), pool.get("size")),
+        pool_percent=_fullest(pool, _part(document, "device_pool")),
         misses=_int(_part(document, "receiver", "counters").get("misses")),
         errors=_int(document.get("errors")),
         restarts=_restarts(document),
         processes=_processes(document, earlier, spent, card.plan),
     )
+
+
+def _fullest(*pools: Mapping[str, Any]) -> float | None:
+    """Return how full the fuller one of a connector's pools is, in percent."""
+    known = [_percent(pool.get("used_bytes"), pool.get("size")) for pool in pools]
+    return max((percent for percent in known if percent is not None), default=None)
 
 
 def published(document: Mapping[str, Any], what: str = "published") -> int | None:

@@ -108,6 +108,12 @@ def row(now: Sample, before: Sample | None = None) -> Row:
     return found
 
 
+@pytest.mark.parametrize(("used", "percent"), [(100, 25.0), (900, 90.0)])
+def test_a_connector_is_as_full_as_its_fuller_pool(used: int, percent: float) -> None:
+    document = {**told(40, 6.0), "device_pool": {"size": 1000, "used_bytes": used}}
+    assert row(sample(document, 12.0)).pool_percent == percent
+
+
 def test_rates_are_those_between_two_documents() -> None:
     found = row(sample(told(40, 6.0), 12.0), sample(told(10, 5.0), 10.0))
     assert (found.puts_per_s, found.mb_per_s) == (30.0, 15.0)

@@ -37,6 +37,7 @@ def document() -> dict[str, Any]:
         "puts": 5,
         "gets": 4,
         "pool": {"size": 4096, "used_bytes": 100, "largest_free": 3000, "quarantined_bytes": 50},
+        "device_pool": {"size": 8192, "used_bytes": 200, "largest_free": 7000},
         "receiver": {"counters": {"misses": 7, "eager": 1, "lease": 2, "landing": 3}, "senders": []},
         "queues": {"publish_backlog": 1, "ready_notices": 2},
         "edges": {"0_1": {"received": 4, "received_bytes": 40, "get": histogram(3), "fetch": histogram(2)}},

@@ -56,6 +56,9 @@ FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mori_mp_pool_used_bytes": ("gauge", "Bytes of the pool in use.", ()),
     "mori_mp_pool_largest_free_bytes": ("gauge", "Largest payload that fits now.", ()),
     "mori_mp_pool_quarantined_bytes": ("gauge", "Landing slots that a late write may still reach.", ()),
+    "mori_mp_device_pool_size_bytes": ("gauge", "Size of the GPU pool.", ()),
+    "mori_mp_device_pool_used_bytes": ("gauge", "Bytes of the GPU pool in use.", ()),
+    "mori_mp_device_pool_largest_free_bytes": ("gauge", "Largest GPU payload that fits now.", ()),
     "mori_mp_ledger_payloads": ("gauge", "Published payloads by state.", ("state",)),
     "mori_mp_ledger_bytes": ("gauge", "Published bytes by state.", ("state",)),
     "mori_mp_sessions": ("gauge", "Receivers that have said hello.", ()),
@@ -84,6 +87,9 @@ _SIMPLE = {  # name -> path in the document
     "mori_mp_pool_used_bytes": ("pool", "used_bytes"),
     "mori_mp_pool_largest_free_bytes": ("pool", "largest_free"),
     "mori_mp_pool_quarantined_bytes": ("pool", "quarantined_bytes"),
+    "mori_mp_device_pool_size_bytes": ("device_pool", "size"),
+    "mori_mp_device_pool_used_bytes": ("device_pool", "used_bytes"),
+    "mori_mp_device_pool_largest_free_bytes": ("device_pool", "largest_free"),
     "mori_mp_sessions": ("sender", "sessions"),
 }
 _BY_KEY = {  # name -> path of a dict whose keys become the last label
