@@ -89,6 +89,7 @@ class Link:
         self._pulls = Pulls(self._post, self._corr)
         self._last_audit = 0.0
         self._audits = 0  # since the sender was last heard
+        self._asked_since: float | None = None  # the first question since then, in monotonic seconds
         self._hello_sent = 0.0
         self._welcomes = 0
         self._hello_pending = False
@@ -184,12 +185,20 @@ class Link:
     def _corr(self) -> int:
         return next(self._corrs)
 
+    def silent_seconds(self, now: float) -> float:
+        """Return how long the sender has left a question of ours without an answer; 0.0 if it has not."""
+        since = self._asked_since
+        return 0.0 if since is None else max(0.0, now - since)
+
     def _post(self, message: wire.Request) -> None:
+        if self._asked_since is None and isinstance(message, (wire.Hello, wire.Audit, wire.Pull)):
+            self._asked_since = time.monotonic()
         (self._lane or self._line).post([wire.encode(message)])
 
     # ------------------------------------------------------------------ receiving (token)
     def _receive(self, frames: list[bytes]) -> None:
         self._audits = 0
+        self._asked_since = None
         try:
             if len(frames) == 1:
                 self._notice(wire.decode_notice(frames[0]))

@@ -248,6 +248,7 @@ class Receiver:
                     "ready": len(link.mailbox),
                     "quarantined": link.quarantined + link.v1.quarantined,
                     "quarantined_bytes": self._intake.quarantined_bytes(link),
+                    "silent_s": round(link.silent_seconds(time.monotonic()), 1),
                 }
                 for link in links
             ],

@@ -399,6 +399,7 @@ def test_a_small_payload_rides_in_its_notice_until_it_is_consumed(rig: Rig) -> N
     assert rig.send(wire.Settle([message.generation], [], EPOCH)) == []
     assert rig.freed() == [message.generation]
     assert rig.counters()["eager"] == 1
+    assert rig.broker.ledger.counters["delivered_eager"] == 1
 
 
 def test_eager_notices_are_bounded_by_credit(rig: Rig) -> None:
@@ -458,6 +459,8 @@ def test_a_large_payload_is_offered_where_it_lies(rig: Rig) -> None:
     rig.send(wire.Settle([message.generation], [], EPOCH))
     assert rig.freed() == [message.generation]
     assert rig.board.generation(message.offset // BLOCK) == 0
+    counters = rig.broker.ledger.counters
+    assert (counters["delivered_lease"], counters["delivered_eager"]) == (1, 0)
 
 
 @pytest.mark.parametrize("end", ["consumed", "withdrawn", "expired", "replaced", "landed"])

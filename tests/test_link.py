@@ -227,6 +227,19 @@ def test_silence_is_unknown(link: Link, sender: Sender) -> None:
     assert link.await_peer(time.monotonic() + 0.02) is Peer.UNKNOWN
 
 
+def test_silence_counts_from_the_first_question_without_an_answer(link: Link, sender: Sender) -> None:
+    assert link.silent_seconds(time.monotonic() + 40) == 0.0
+    link.subscribe("0_1")
+    later = time.monotonic() + 40
+    link.audit(later)
+    assert link.silent_seconds(later) > 39
+    sender.welcomes(sender.hears(wire.Hello))
+    assert link.await_peer(time.monotonic() + SOON) is Peer.V2
+    assert link.silent_seconds(later) == 0.0
+    link.settle(consumed=1)  # wants no answer
+    assert link.silent_seconds(later) == 0.0
+
+
 # -- notices -------------------------------------------------------------------------------------------
 
 

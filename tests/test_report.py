@@ -105,12 +105,24 @@ def test_a_connector_without_a_control_process_has_no_sender() -> None:
             "worker 1 is not up",
         ),
         (Part(stage_part(), 5.0, True), Part(sender_part()), "degraded", "stage does not answer"),
+        (
+            Part(stage_part(receiver={"senders": [{"address": "tcp://here:1", "silent_s": 31.2}]})),
+            Part(sender_part()),
+            "degraded",
+            "sender tcp://here:1 has not answered for 31 s",
+        ),
     ],
 )
 def test_status(stage: Part, sender: Part, status: str, error: str) -> None:
     found = document(stage, sender)
     assert found["status"] == status
     assert error in found["error"]
+
+
+def test_a_sender_that_may_still_be_starting_is_no_trouble() -> None:
+    senders = [{"address": "tcp://here:1", "silent_s": 29.0}, {"address": "tcp://there:1", "silent_s": 0.0}]
+    found = document(Part(stage_part(receiver={"senders": senders})), Part(sender_part()))
+    assert found["status"] == "healthy"
 
 
 @pytest.mark.parametrize("state", ["stopped", "tracing-stop"])

@@ -211,14 +211,14 @@ class Broker:
             self.counters["stale_settles"] += 1  # it counts the generations of our predecessor's
             return
         for generation in settle.consumed:
-            session.give_credit(generation)
+            eager = session.give_credit(generation)
             if self.offers.retry(generation):
                 self.freed.append(generation)
             if self.meters.export:
                 entry = self.ledger.find(generation)
                 if entry is not None:
                     self.meters.asked_for(entry.key, entry.published_at, now)
-            self._apply(self.ledger.consumed(generation), now)
+            self._apply(self.ledger.consumed(generation, eager), now)
         for generation in settle.released:
             self._apply(self.ledger.release(generation, session.pid), now)
 

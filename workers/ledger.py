@@ -318,9 +318,9 @@ class Ledger:
         """Every entry that a process holds a lease on, doomed or not."""
         return [entry for held in self._held.values() for entry in held.values()]
 
-    def consumed(self, generation: int) -> list[Action]:
-        """A receiver used the eager copy of the payload."""
-        return self._end(generation, Event.CONSUMED, via=Delivery.EAGER)
+    def consumed(self, generation: int, eager: bool = True) -> list[Action]:
+        """A receiver used the eager copy of the payload, or (eager False) read it in place under a claim."""
+        return self._end(generation, Event.CONSUMED, via=Delivery.EAGER if eager else Delivery.LEASE)
 
     # -- health ------------------------------------------------------------------------------------
 

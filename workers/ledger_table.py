@@ -85,7 +85,7 @@ class Delivery(str, Enum):
     """How a receiver got the payload."""
 
     LANDING = "landing"  # a worker wrote it into the receiver's slot
-    LEASE = "lease"  # the receiver read it in place and released it
+    LEASE = "lease"  # the receiver read it in place, under a lease or a claim
     EAGER = "eager"  # the receiver used the copy that came with the READY notice
 
 

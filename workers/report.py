@@ -59,6 +59,10 @@ class Child:
     asked_cpus: str
 
 
+SILENT_SECONDS = 30.0
+"""A sender that leaves a receiver's question without an answer for longer degrades the receiver's status."""
+
+
 # -------------------------------------------------------------------------- the document
 def compose(
     stage: Part, sender: Part | None, processes: Sequence[Mapping[str, Any]], *, reporter: str
@@ -105,6 +109,8 @@ def compose(
         faults=_faults(stage_faults, sender_faults),
     )
     status, error = _status(failed, pool_error, _halted(processes), stage, sender)
+    if status == "healthy" and (error := _unreached(told)):
+        status = "degraded"
     document["status"] = status
     if error:
         document["error"] = error
@@ -119,6 +125,17 @@ def _halted(processes: Sequence[Mapping[str, Any]]) -> str:
             name = row["role"] if row["index"] is None else f"{row['role']} {row['index']}"
             found.append(f"{name} (pid {row['pid']})")
     return f"stopped by a signal or a debugger: {', '.join(found)}" if found else ""
+
+
+def _unreached(told: Mapping[str, Any]) -> str:
+    """Name the senders that a receiver has asked in vain for long."""
+    senders = told.get("receiver", {}).get("senders", ())
+    found = [
+        f"{sender['address']} has not answered for {sender['silent_s']:.0f} s"
+        for sender in senders
+        if sender.get("silent_s", 0.0) > SILENT_SECONDS
+    ]
+    return "sender " + ", ".join(found) if found else ""
 
 
 def _status(failed: str, pool_error: str, halted: str, stage: Part, sender: Part | None) -> tuple[str, str]:

@@ -56,9 +56,11 @@ class Session:
         self.eager[generation] = size
         return True
 
-    def give_credit(self, generation: int) -> None:
-        """Return the credit of an eager payload, if it had any."""
-        self.credit += self.eager.pop(generation, 0)
+    def give_credit(self, generation: int) -> bool:
+        """Return the credit of an eager payload; tell whether it was one."""
+        size = self.eager.pop(generation, 0)
+        self.credit += size
+        return size > 0
 
 
 class Sessions:
