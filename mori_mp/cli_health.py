@@ -39,13 +39,14 @@ def health(
     that does not answer in time is unhealthy.
 
     Exit status 0: all healthy, degraded or starting. 1: some are unhealthy.
-    2: none found.
+    2: none found; under vLLM-Omni there are none before their first use.
 
     Examples:
 
       mori-mp health
       mori-mp health --stage 1 --json
-      mori-mp health --strict --timeout 3 > /dev/null    # a container's probe
+      mori-mp health --strict --timeout 3 > /dev/null        # an alert
+      mori-mp health --timeout 3 > /dev/null || [ $? -eq 2 ]   # a liveness probe
     """
     base = runtime_dir or base_directory()
     samples = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,11 +11,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from mori_mp import cli
 from mori_mp.shared import messages, wire
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CLI = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
@@ -119,6 +124,31 @@ def keys(value: Any, path: str = "") -> set[str]:
         for inner in value:
             found |= keys(inner, f"{path}[]")
     return found
+
+
+# ------------------------------------------------------------------------------ the probe
+def probe() -> dict[str, Any]:
+    """The liveness probe of docs/cli.md, as Kubernetes reads it."""
+    return dict(yaml.safe_load(part(CLI, "probe", "yaml"))["livenessProbe"])
+
+
+@pytest.mark.parametrize(("answer", "passes"), [(0, True), (1, False), (2, True), (127, False)])
+def test_the_liveness_probe_takes_none_found_for_good(tmp_path: Path, answer: int, passes: bool) -> None:
+    command = tmp_path / "mori-mp"
+    command.write_text(f"#!/bin/sh\nexit {answer}\n", encoding="utf-8")
+    command.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    asked = subprocess.run(
+        probe()["exec"]["command"], env=environment, timeout=probe()["timeoutSeconds"], check=False
+    )
+    assert (asked.returncode == 0) is passes
+
+
+def test_the_command_knows_what_the_liveness_probe_asks(tmp_path: Path) -> None:
+    arguments = probe()["exec"]["command"][-1].partition(" > ")[0].split()
+    assert arguments[0] == "mori-mp"
+    asked = CliRunner().invoke(cli.build_app(), [*arguments[1:], "--runtime-dir", str(tmp_path)])
+    assert (asked.exit_code, "listens below" in asked.output) == (2, True)
 
 
 # --------------------------------------------------------------------------------- links
