@@ -106,6 +106,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
             unit="bytes",
             allowed=f"{_SIZE_TEXT}; 4096..2^50",
             read=config_keys.read_size,
+            mistaken=("pool_size",),
         ),
     ] = 1024**3
     memory_pool_device: Annotated[
@@ -119,7 +120,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "cpu"
     backend_type: Annotated[
         Literal["auto", "rdma", "xgmi", "fabric", "shm", "cuda_ipc"],
-        key("Transfer engine; `auto` takes the best one that pool device, host and peer allow."),
+        key(
+            "Transfer engine; `auto` takes the best one that pool device, host and peer allow.",
+            mistaken=("backend",),
+        ),
     ] = "auto"
     host_pool_size: Annotated[
         int,
@@ -194,7 +198,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         Outgoing | None, key("The listener of a stage that also sends on; wins over `host` and `zmq_port`.")
     ] = None
     num_transfer_workers: Annotated[
-        int, Meta(ge=1, le=64), key("Transfer workers of a sending connector.")
+        int,
+        Meta(ge=1, le=64),
+        key("Transfer workers of a sending connector.", mistaken=("workers", "num_workers")),
     ] = 2
     prestart: Annotated[
         bool,
@@ -338,6 +344,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
             count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
             lines = "".join(f"\n  {line}" for line in problems)
             raise ConfigError(f"the connector's configuration has {count}:{lines}")
+        for text in misspelt_keys(config):
+            config_keys.warn_once(text)
         _settle_device_name(found)
         return ConnectorConfig(**found)
 
@@ -381,6 +389,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not 1 <= port <= 65535:
             return f"sender_zmq_port - from_stage + stage_id is {port}, not a port (1..65535): {cure}"
         return self.host, port
+
+
+def misspelt_keys(config: Mapping[str, Any]) -> list[str]:
+    """The warnings that from_dict() logs: a sentence for each key that is nearly one of ours."""
+    return config_keys.misspelt(ConnectorConfig, config)
 
 
 # ---- rules over several keys

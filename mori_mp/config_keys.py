@@ -12,7 +12,7 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,9 +29,20 @@ Reader = Callable[[Any], Any]
 NEAR_MISS = 0.85
 
 
-def key(meaning: str, *, unit: str = "", allowed: str = "", read: Reader | None = None) -> msgspec.Meta:
-    """Describe one key; `allowed` and `read` default to what the field's type says."""
-    return msgspec.Meta(description=meaning, extra={"unit": unit, "allowed": allowed, "read": read})
+def key(
+    meaning: str,
+    *,
+    unit: str = "",
+    allowed: str = "",
+    read: Reader | None = None,
+    mistaken: tuple[str, ...] = (),
+) -> msgspec.Meta:
+    """Describe one key; `allowed` and `read` default to what the field's type says.
+
+    mistaken: names that people give it and that look too little like it to count as misspelt.
+    """
+    extra = {"unit": unit, "allowed": allowed, "read": read, "mistaken": mistaken}
+    return msgspec.Meta(description=meaning, extra=extra)
 
 
 class KeyDoc(msgspec.Struct, frozen=True):
@@ -114,6 +125,7 @@ class Field(NamedTuple):
     hint: Any  # the field's whole annotation, for msgspec.convert
     read: Reader
     nested: type[msgspec.Struct] | None
+    mistaken: tuple[str, ...]
 
 
 @cache
@@ -152,7 +164,7 @@ def _field(info: msgspec.structs.FieldInfo) -> Field:
         meaning=node.extra_json_schema["description"],
         allowed=node.extra["allowed"] or allowed,
     )
-    return Field(doc, info.type, read or (lambda value: value), nested)
+    return Field(doc, info.type, read or (lambda value: value), nested, node.extra["mistaken"])
 
 
 def _bounds(word: str, kind: mi.IntType | mi.FloatType) -> str:
@@ -179,7 +191,9 @@ def read_keys(
         raw, before = given.get(name), len(problems)
         if raw is None:
             if field.doc.default is msgspec.NODEFAULT:
-                problems.append(f"{prefix}{name}: missing; allowed: {field.doc.allowed}")
+                odd = ", ".join(repr(entry) for entry in given if entry not in fields)
+                instead = f", and {odd} is not a key of {prefix.rstrip('.')}" if odd and prefix else ""
+                problems.append(f"{prefix}{name}: missing{instead}; allowed: {field.doc.allowed}")
         elif field.nested is not None and isinstance(raw, Mapping):
             values = read_keys(field.nested, raw, problems, f"{prefix}{name}.")
             if len(problems) == before:
@@ -189,8 +203,6 @@ def read_keys(
                 found[name] = _read_one(field, raw)
             except ValueError as refused:
                 problems.append(f"{prefix}{name}: {refused}")
-    for unknown in (entry for entry in given if isinstance(entry, str) and entry not in fields):
-        _warn_if_misspelt(struct, prefix, unknown)
     return found
 
 
@@ -219,18 +231,51 @@ def _expand(text: str) -> tuple[str, list[str]]:
     return _VARIABLE.sub(lambda m: os.environ.get(m[1] or m[2], m[0]), text).strip(), unset
 
 
-@cache  # remembers what was said, so that each key is warned about once
-def _warn_if_misspelt(struct: type[msgspec.Struct], prefix: str, unknown: str) -> None:
+# ---- keys that are nearly ours
+
+
+def misspelt(struct: type[msgspec.Struct], given: Mapping[Any, Any], prefix: str = "") -> list[str]:
+    """A warning for each key of `given` that is not one of `struct` but nearly, also in nested mappings."""
+    fields = fields_of(struct)
+    found = []
+    for name, value in given.items():
+        if name in fields:
+            nested = fields[name].nested
+            if nested is not None and isinstance(value, Mapping):
+                found += misspelt(nested, value, f"{prefix}{name}.")
+        elif isinstance(name, str) and (meant := _meant(struct, name)):
+            found.append(
+                f"configuration key {prefix + name!r} is not one of the connector's and has no effect on it; "
+                f"did you mean {prefix + meant!r}?"
+            )
+    return found
+
+
+@cache
+def _meant(struct: type[msgspec.Struct], unknown: str) -> str:
+    fields = fields_of(struct)
+    return next((name for name, field in fields.items() if unknown in field.mistaken), "") or nearest(
+        unknown, fields
+    )
+
+
+def nearest(unknown: str, names: Iterable[str]) -> str:
+    """The one of `names` that `unknown` is nearly, or ""; case, underscores and hyphens do not count."""
     if unknown.startswith("_") or unknown[-1:].isdigit():  # private, or numbered such as from_stage_0
-        return
-    plain = {name.replace("_", ""): name for name in fields_of(struct)}
-    squeezed = re.sub(r"[_\-\s]", "", unknown).lower()
-    for match in difflib.get_close_matches(squeezed, plain, n=1, cutoff=NEAR_MISS):
-        logger.warning(
-            "configuration key %r is not one of the connector's and has no effect on it; did you mean %r?",
-            prefix + unknown,
-            prefix + plain[match],
-        )
+        return ""
+    plain = {_squeezed(name): name for name in names}
+    near = difflib.get_close_matches(_squeezed(unknown), plain, n=1, cutoff=NEAR_MISS)
+    return plain[near[0]] if near else ""
+
+
+def _squeezed(name: str) -> str:
+    return re.sub(r"[_\-\s]", "", name).lower()
+
+
+@cache  # remembers what was said
+def warn_once(text: str) -> None:
+    """Log a warning, once per process."""
+    logger.warning("%s", text)
 
 
 def show(value: Any) -> str:

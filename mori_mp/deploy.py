@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import graphlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from mori_mp.deploy_schema import SHARED_MEMORY, Connector, Edges, Stage, parse_
 from mori_mp.deploy_yaml import deep_merge, read_document
 from mori_mp.ports import DEFAULT_BASE_PORT, TRANSFER_ENGINE_NAMES, Purpose, compute_port, expand_port
 from mori_mp.shared.errors import DeployError
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "TRANSFER_ENGINE_NAMES",
@@ -74,12 +77,14 @@ class Deploy:
     async_chunk: whether stages stream chunks to each other (True where the YAML does not say).
     stages: in the YAML's order.
     edges: the connector of each (from_stage, to_stage), in the order in which vllm-omni registers them.
+    warnings: what is probably a mistake in it; logged already.
     """
 
     path: Path
     async_chunk: bool
     stages: tuple[Stage, ...]
     edges: Edges
+    warnings: tuple[str, ...] = ()
 
     def stage(self, stage_id: int) -> Stage:
         """Return one stage. Raises DeployError when there is none of that id."""
@@ -153,11 +158,14 @@ def load_deploy(path: str | Path) -> Deploy:
     Raises DeployError, naming file, stage or edge and the fix, for whatever is wrong with it.
     """
     document = read_document(path)
-    stages, edges = parse_document(document.root, document.label)
+    warnings: list[str] = []
+    stages, edges = parse_document(document.root, document.label, warnings)
     async_chunk = document.root.get("async_chunk", True)
     if not isinstance(async_chunk, bool):
         raise DeployError(f"{document.label}: async_chunk must be true or false, got {async_chunk!r}.")
-    return Deploy(path=Path(path), async_chunk=async_chunk, stages=stages, edges=edges)
+    for text in warnings:
+        logger.warning("%s", text)
+    return Deploy(Path(path), async_chunk, stages, edges, tuple(warnings))
 
 
 # --------------------------------------------------------------------------------------- the host's rules

@@ -25,13 +25,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mori_mp.config_keys import nearest
 from mori_mp.deploy_yaml import stages_by_id
+from mori_mp.ports import TRANSFER_ENGINE_NAMES
 from mori_mp.shared.errors import DeployError
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = "SharedMemoryConnector"
 """The host's connector for every edge that names none."""
+
+REGISTERED_NAMES = TRANSFER_ENGINE_NAMES | {SHARED_MEMORY, "MooncakeStoreConnector", "YuanrongConnector"}
+"""Registered names of connectors."""
+
+_STAGE_KEYS = ("input_connectors", "output_connectors", "engine_input_source")
 
 
 @dataclass(frozen=True)
@@ -54,19 +61,23 @@ class Stage:
 Edges = dict[tuple[int, int], Connector]
 
 
-def parse_document(root: Mapping[str, Any], label: str) -> tuple[tuple[Stage, ...], Edges]:
+def parse_document(
+    root: Mapping[str, Any], label: str, warnings: list[str]
+) -> tuple[tuple[Stage, ...], Edges]:
     """Return a document's stages, in its order, and its edges keyed by (from_stage, to_stage).
 
-    label: the file's name, for messages. Raises DeployError for whatever vllm-omni would refuse, and for
-    what it would accept and then ignore or trip over: edges to stages that do not exist, misspelt keys.
+    label: the file's name, for messages. warnings takes a sentence for whatever is probably a mistake, such
+    as a key that is nearly one of those read here. Raises DeployError for whatever vllm-omni would refuse,
+    and for what it would accept and then ignore or trip over: edges to stages that do not exist.
     """
-    layout = _find_layout(root, label)
+    layout = _find_layout(root, label, warnings)
     stages = tuple(
         Stage(stage_id, _devices(raw, f"{label}: stage {stage_id}"), raw)
         for stage_id, raw in stages_by_id(layout.stages, f"{label}: {layout.stages_key}").items()
     )
-    builder = _EdgeBuilder(layout, label, frozenset(stage.stage_id for stage in stages))
+    builder = _EdgeBuilder(layout, label, frozenset(stage.stage_id for stage in stages), warnings)
     for stage in stages:
+        _warn_of_near(stage.raw, _STAGE_KEYS, f"{label}: stage {stage.stage_id}", warnings)
         builder.add_named(stage)
     builder.add_implied(stages)
     return stages, builder.edges
@@ -83,7 +94,7 @@ class _Layout:
     edges_key: str
 
 
-def _find_layout(root: Mapping[str, Any], label: str) -> _Layout:
+def _find_layout(root: Mapping[str, Any], label: str, warnings: list[str]) -> _Layout:
     runtime = _typed(root.get("runtime"), dict, f"{label}: runtime")
     legacy = "stage_args" in root
     if legacy and root.get("stages"):
@@ -98,8 +109,8 @@ def _find_layout(root: Mapping[str, Any], label: str) -> _Layout:
         # The older layout reads runtime only; the newer one prefers it.
         if legacy or name in runtime:
             if name in root:
-                logger.warning(
-                    "%s: vllm-omni ignores the top-level %s here and reads runtime.%s", label, name, name
+                warnings.append(
+                    f"{label}: vllm-omni ignores the top-level {name} here and reads runtime.{name}"
                 )
             return f"runtime.{name}", runtime.get(name)
         return name, root.get(name)
@@ -140,8 +151,9 @@ def _devices(raw: Mapping[str, Any], where: str) -> str | None:
 class _EdgeBuilder:
     """Collects the edges of one document in the order in which vllm-omni would."""
 
-    def __init__(self, layout: _Layout, label: str, stage_ids: frozenset[int]) -> None:
+    def __init__(self, layout: _Layout, label: str, stage_ids: frozenset[int], warnings: list[str]) -> None:
         self.edges: Edges = {}
+        self._warnings = warnings
         self._layout = layout
         self._label = label
         self._stage_ids = stage_ids
@@ -202,11 +214,9 @@ class _EdgeBuilder:
             if existing.extra.get(key) != connector.extra.get(key)
         ]
         if differing:
-            logger.warning(
-                "%s: its two ends differ in %s; vllm-omni uses the first one's, from %s, for both",
-                where,
-                ", ".join(differing),
-                self._named_by[edge],
+            self._warnings.append(
+                f"{where}: its two ends differ in {', '.join(differing)}; vllm-omni uses the first "
+                f"one's, from {self._named_by[edge]}, for both"
             )
 
     def _add_shared_memory(self, edge: tuple[int, int]) -> None:
@@ -216,6 +226,7 @@ class _EdgeBuilder:
 
     def _connector(self, definition: Any, where: str) -> Connector:
         """Return the connector that a reference or an inline definition means."""
+        place = where  # of the definition itself, which several edges may refer to
         if isinstance(definition, str):
             defined = self._layout.connectors
             if definition not in defined:
@@ -225,6 +236,7 @@ class _EdgeBuilder:
                     f"{_did_you_mean(definition, names)} Defined under {self._layout.connectors_key}: "
                     f"{', '.join(names) or 'none'}."
                 )
+            place = f"{self._label}: {self._layout.connectors_key}.{definition}"
             where = f"{where}: connector {definition!r}"
             definition = defined[definition]
         if not isinstance(definition, dict):
@@ -238,6 +250,9 @@ class _EdgeBuilder:
             raise DeployError(f"{where} {given}. Add 'name: MoriTransferEngineConnector' or another class.")
         if not isinstance(extra, dict):
             raise DeployError(f"{where}: extra must be a mapping, got {extra!r}. Fill it or remove the key.")
+        _warn_of_near(definition, ("name", "extra"), place, self._warnings)
+        if name not in REGISTERED_NAMES and (meant := nearest(name, REGISTERED_NAMES)):
+            _warn(f"{place} has name {name!r}; did you mean {meant!r}?", self._warnings)
         odd = [key for key in extra if not isinstance(key, str)]
         if odd:
             raise DeployError(f"{where}: extra has the key {odd[0]!r}, which is not a string. Quote it.")
@@ -263,6 +278,19 @@ class _EdgeBuilder:
             known = ", ".join(str(known) for known in sorted(self._stage_ids)) or "none"
             raise DeployError(f"{where}: stage {stage_id} does not exist. Stages of this file: {known}.")
         return stage_id
+
+
+def _warn_of_near(given: Mapping[str, Any], known: Iterable[str], where: str, warnings: list[str]) -> None:
+    """Warn of keys that are nearly one of `known`; the rest are the host's affair."""
+    known = tuple(known)
+    for key in given:
+        if isinstance(key, str) and key not in known and (meant := nearest(key, known)):
+            _warn(f"{where}: key {key!r} has no effect; did you mean {meant!r}?", warnings)
+
+
+def _warn(text: str, warnings: list[str]) -> None:
+    if text not in warnings:  # a definition is read once for each edge that refers to it
+        warnings.append(text)
 
 
 def _did_you_mean(name: str, names: Iterable[str]) -> str:

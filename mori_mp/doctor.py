@@ -8,6 +8,7 @@ given that asks for it. The last check starts two real connectors and moves a pa
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import sys
@@ -18,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mori_mp.backend import choose
-from mori_mp.config import ConnectorConfig
+from mori_mp.config import ConnectorConfig, misspelt_keys
 from mori_mp.deploy import load_deploy
 from mori_mp.doctor_host import Finding as Finding
 from mori_mp.doctor_host import (
@@ -31,12 +32,11 @@ from mori_mp.doctor_host import (
     check_runtime_directory,
 )
 from mori_mp.endpoint import check_bindable, resolve_host
-from mori_mp.ports import TRANSFER_ENGINE_NAMES
-from mori_mp.shared.errors import MoriMPError
+from mori_mp.ports import OWN_NAMES, TRANSFER_ENGINE_NAMES
+from mori_mp.shared.errors import EngineUnavailable, MoriMPError
 from mori_mp.shared.memory import available_bytes
 
 _MIB = 1 << 20
-_OURS = ("MoriTransferEngineConnector", "MoriMPConnector")
 _ENGINES = ("shm", "cuda_ipc", "xgmi", "rdma", "fabric")
 _NEEDED = {"torch": "torch", "zmq": "pyzmq", "msgspec": "msgspec", "psutil": "psutil", "yaml": "pyyaml"}
 _OPTIONAL = {
@@ -171,47 +171,57 @@ def check_deploy(path: Path) -> Iterator[Finding]:
     except MoriMPError as exc:
         yield Finding(area, path.name, "broken", str(exc), "correct the file, or its path")
         return
+    for text in deploy.warnings:
+        yield Finding(area, path.name, "warning", text, "correct the file")
     wanted = 0
     for node in nodes:
         what = f"stage {node.stage.stage_id}"
         try:
             resolved = deploy.connector_for_stage(node.stage.stage_id)
-            if resolved.name not in _OURS:
+            if resolved.name not in OWN_NAMES:
                 kind = "its own engine" if resolved.name in TRANSFER_ENGINE_NAMES else "not ours"
                 yield Finding(area, what, "note", f"{resolved.name}: {kind}, not checked")
                 continue
+            for text in misspelt_keys(resolved.config):
+                yield Finding(area, what, "warning", text, "rename it, unless other code reads it")
             config = ConnectorConfig.from_dict(resolved.config)
             engine, reason = choose(config)
-        except MoriMPError as exc:
-            yield Finding(
-                area,
-                what,
-                "broken",
-                str(exc),
-                "correct the connector's `extra`, or give it another backend_type",
-            )
+        except EngineUnavailable as exc:
+            fix = "do as it says, or set a backend_type that this host has (engines, above)"
+            yield Finding(area, what, "broken", str(exc), fix)
             continue
-        wanted += config.memory_pool_size if config.memory_pool_device == "cpu" else 0
+        except MoriMPError as exc:
+            yield Finding(area, what, "broken", str(exc), "correct the connector's `extra` in the file")
+            continue
+        on_gpu = config.memory_pool_device != "cpu"
+        wanted += config.host_pool_size if on_gpu else config.memory_pool_size
         yield Finding(area, what, "ok", f"{resolved.name}, {config.role}, engine {engine} ({reason})")
         if node.outputs or config.role != "receiver":
-            yield _port_finding(what, config)
+            yield _port_finding(what, config, "broken")
+        elif config.prestart and config.listener_endpoint() is not None:
+            yield _port_finding(what, config, "warning")
     room = available_bytes()
     if wanted:
         level: Level = "ok" if wanted <= room else "broken"
         detail = f"{wanted / 2**30:.2f} GiB of host memory for all pools, {room / 2**30:.1f} GiB left"
-        fix = "" if level == "ok" else "lower memory_pool_size, or raise the memory limit"
-        yield Finding(area, "pools", level, detail, fix)
+        fix = "lower memory_pool_size (host_pool_size beside a GPU pool), or raise the memory limit"
+        yield Finding(area, "pools", level, detail, "" if level == "ok" else fix)
 
 
-def _port_finding(what: str, config: ConnectorConfig) -> Finding:
+def _port_finding(what: str, config: ConnectorConfig, level: Level) -> Finding:
+    """level: that of a port which cannot be had; a last stage has no need of the one that it listens on."""
     endpoint = config.listener_endpoint()
     if endpoint is None:
-        return Finding("deploy", what, "broken", f"it cannot listen: {config.no_listener_reason()}")
+        detail = f"it cannot listen: {config.no_listener_reason()}"
+        return Finding("deploy", what, level, detail, "correct the connector's `extra` in the file")
     host, port = resolve_host(endpoint[0]), endpoint[1]
     try:
         check_bindable(host, port)
     except MoriMPError as exc:
-        return Finding("deploy", what, "broken", str(exc), f"see who has it: ss -ltnp 'sport = :{port}'")
+        taken = isinstance(exc.__cause__, OSError) and exc.__cause__.errno == errno.EADDRINUSE
+        fix = f"see who has it: ss -ltnp 'sport = :{port}'" if taken else "correct `host` in the file"
+        spare = "; or set prestart: false, since a last stage has no need of it" if level == "warning" else ""
+        return Finding("deploy", what, level, str(exc), fix + spare)
     return Finding("deploy", what, "ok", f"{host}:{port} is free")
 
 
@@ -239,7 +249,7 @@ def check_transfer() -> Iterator[Finding]:
                     found = receiver.get_with_deadline("0", "1", "doctor", deadline=deadline)
                     same = found is not None and _same(found[0], payload)
         except MoriMPError as exc:
-            yield Finding("transfer", delivery, "broken", str(exc), "see the findings above, and the log")
+            yield Finding("transfer", delivery, "broken", str(exc), "see the broken findings above")
             continue
         spent = time.monotonic() - started
         if same:

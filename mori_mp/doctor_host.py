@@ -15,7 +15,7 @@ import msgspec
 
 from mori_mp.config import ConnectorConfig
 from mori_mp.pins import gpu_address
-from mori_mp.shared.errors import MoriMPError
+from mori_mp.shared.errors import MoriMPError, PoolUnbacked
 from mori_mp.shared.memory import available_bytes
 from mori_mp.shared.pinning import plan
 from mori_mp.shared.pool import Pool
@@ -42,8 +42,12 @@ def check_memory() -> Iterator[Finding]:
     """memfd, and what a pool may take."""
     try:
         pool = Pool.create(_MIB, "doctor")
+    except PoolUnbacked as exc:
+        detail, fix = f"no pool of 1 MiB can be made: {exc}", "end what takes the memory, or raise its limit"
+        yield Finding("memory", "memfd", "broken", detail, fix)
+        return
     except (OSError, MoriMPError) as exc:
-        fix = "allow memfd_create and file sealing (seccomp profile), and leave some memory"
+        fix = "allow memfd_create and file sealing (seccomp profile)"
         yield Finding("memory", "memfd", "broken", f"no pool can be made: {exc}", fix)
         return
     try:

@@ -34,6 +34,9 @@ TRANSFER_ENGINE_NAMES: frozenset[str] = frozenset(
 )
 """Connector names whose configuration gets a computed port. All but MoriMPConnector are the host's own."""
 
+OWN_NAMES: frozenset[str] = frozenset({"MoriTransferEngineConnector", "MoriMPConnector"})
+"""Those of them that mori-mp answers to."""
+
 DEFAULT_BASE_PORT = 50051
 RANK_STRIDE = 16
 REPLICA_STRIDE = 1024

@@ -28,6 +28,7 @@ from typer.testing import CliRunner, Result
 from mori_mp import cli, cli_health, doctor_host, observe
 from mori_mp.observe import Row, Sample
 from mori_mp.shared import registry
+from mori_mp.shared.errors import PoolUnbacked
 from mori_mp.shared.registry import Card, Found, PlanCard
 
 ROOT = Path(__file__).parent.parent
@@ -488,6 +489,58 @@ def test_doctor_names_what_a_deployment_cannot_have(tmp_path: Path) -> None:
     assert found["deploy", "pools"][0]["level"] == "broken"
     found = findings("--no-self-test", "--deploy-config", tmp_path / "absent.yaml")
     assert found["deploy", "absent.yaml"][0]["level"] == "broken"
+
+
+def test_doctor_warns_of_what_is_nearly_right(tmp_path: Path) -> None:
+    path = deploy(tmp_path)
+    text = path.read_text()
+    path.write_text(
+        text.replace("memory_pool_size", "memory_pool_sise").replace(
+            "  - {", "  - {output_conectors: {}, ", 1
+        )
+    )
+    found = findings("--no-self-test", "--deploy-config", path)
+    for stage in ("stage 0", "stage 1"):
+        level, detail = found["deploy", stage][0]["level"], found["deploy", stage][0]["detail"]
+        assert level == "warning"
+        assert "'memory_pool_sise'" in detail
+        assert "'memory_pool_size'" in detail
+    (finding,) = found["deploy", "deploy.yaml"]
+    assert finding["level"] == "warning"
+    assert "'output_connectors'" in finding["detail"]
+
+
+def test_doctor_checks_the_port_of_a_last_stage_too(make_connector: Factory, tmp_path: Path) -> None:
+    port = make_connector.sender().zmq_port
+    assert port is not None
+    path = deploy(tmp_path, port - 1)
+    found = findings("--no-self-test", "--deploy-config", path)["deploy", "stage 1"]
+    assert [f["level"] for f in found] == ["ok", "warning"]
+    assert f":{port}" in found[1]["detail"]
+    assert "prestart: false" in found[1]["fix"]
+    path.write_text(path.read_text().replace("{host:", "{prestart: false, host:"))
+    found = findings("--no-self-test", "--deploy-config", path)["deploy", "stage 1"]
+    assert [f["level"] for f in found] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [({"engine": "nonsense"}, "`extra`"), ({"engine": "rdma"}, "set a backend_type that this host has")],
+)
+def test_doctors_arrow_fits_what_is_broken(changes: dict[str, str], fix: str, tmp_path: Path) -> None:
+    found = findings("--no-self-test", "--deploy-config", deploy(tmp_path, **changes))  # type: ignore[arg-type]
+    assert fix in found["deploy", "stage 0"][0]["fix"]
+
+
+def test_doctors_arrow_for_a_pool_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unbacked(*_: object) -> None:
+        raise PoolUnbacked("nothing left")
+
+    monkeypatch.setattr(doctor_host.Pool, "create", unbacked)
+    finding = findings("--no-self-test")["memory", "memfd"][0]
+    assert "nothing left" in finding["detail"]
+    assert "memory" in finding["fix"]
+    assert "seccomp" not in finding["fix"]
 
 
 def test_doctor_survives_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def refusal(**keys: Any) -> str:
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MORI_RDMA_DEVICES", raising=False)
-    config_keys._warn_if_misspelt.cache_clear()
+    config_keys.warn_once.cache_clear()
 
 
 # ---- defaults and the dict that is read
@@ -467,6 +467,10 @@ def test_no_listener_says_why(keys: dict[str, Any], words: str) -> None:
         ("num_transfer_worker", "num_transfer_workers"),
         ("buffer_ttl_second", "buffer_ttl_seconds"),
         ("sender_port", "sender_zmq_port"),
+        ("pool_size", "memory_pool_size"),
+        ("workers", "num_transfer_workers"),
+        ("num_workers", "num_transfer_workers"),
+        ("backend", "backend_type"),
     ],
 )
 def test_a_near_miss_is_warned_about_once(key: str, meant: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -480,6 +484,11 @@ def test_a_near_miss_is_warned_about_once(key: str, meant: str, caplog: pytest.L
 def test_near_miss_inside_outgoing(caplog: pytest.LogCaptureFixture) -> None:
     read(outgoing={"zmq_port": 1, "form_stage": 1})
     assert ["'outgoing.from_stage'" in text for text in caplog.messages] == [True]
+
+
+def test_the_unknown_key_in_place_of_a_required_one_is_named() -> None:
+    text = refusal(outgoing={"port": 1})
+    assert "outgoing.zmq_port: missing, and 'port' is not a key of outgoing" in text
 
 
 @pytest.mark.parametrize("key", FOREIGN_KEYS)

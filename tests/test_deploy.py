@@ -798,3 +798,28 @@ def test_shipped_yaml() -> None:
         assert resolved.name == MORI
         assert expected.items() <= resolved.config.items()
         assert resolved.config[port[0]] == port[1]
+
+
+# ------------------------------------------------------------------------------------- nearly right names
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("output_connectors:", "output_conectors:", ["stage 0", "'output_connectors'"]),
+        ("input_connectors:", "input_connector:", ["stage 1", "'input_connectors'"]),
+        ("extra:", "extras:", ["connectors.mori", "'extra'"]),
+        (MORI, "MoriTransferConnector", ["connectors.mori", repr(MORI)]),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_warned_about_once(
+    right: str, wrong: str, said: list[str], folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    deploy = folder.load(CHAIN.replace(right, wrong, 1))
+    assert [text for text in caplog.messages if "did you mean" in text] == list(deploy.warnings)
+    (text,) = deploy.warnings
+    for part in (repr(wrong.rstrip(":")), *said):
+        assert part in text
+
+
+def test_a_sound_file_has_no_warnings(folder: Folder) -> None:
+    for name in ("MooncakeTransferEngineConnector", "MooncakeStoreConnector", "MyConnector"):
+        assert folder.load(CHAIN.replace(MORI, name)).warnings == ()

@@ -16,12 +16,12 @@ from typing import Any
 from mori_mp.deploy import TRANSFER_ENGINE_NAMES, Connector, Deploy, StageNode
 from mori_mp.pipeline.plan import Edge, EdgeKind, GetMode, MetadataMode, StagePlan, Traffic
 from mori_mp.pipeline.trace import Trace
+from mori_mp.ports import OWN_NAMES
 from mori_mp.shared.errors import DeployError
 
 logger = logging.getLogger(__name__)
 
 OWN_NAME = "MoriTransferEngineConnector"
-OWN_NAMES = frozenset({OWN_NAME, "MoriMPConnector"})
 OWN_CLASS = "mori_mp:MoriTransferEngineConnector"
 
 
