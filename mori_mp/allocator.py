@@ -41,7 +41,7 @@ class PoolAllocator:
         size: bytes of the pool; what is left over beyond a multiple of ``alignment`` is not used.
         alignment: bytes, a power of two; every offset and every block length is a multiple of it. Offsets are
             relative to the pool, whose base address must itself be aligned for addresses to be.
-        pool: the pool's name in error messages.
+        key: the configuration key that sets the pool's size, for error messages.
 
     Raises:
         ValueError: ``alignment`` is not a power of two, or the pool is smaller than one aligned block.
@@ -51,18 +51,18 @@ class PoolAllocator:
         "_alignment",
         "_by_length",
         "_end_of",
+        "_key",
         "_lengths",
         "_live",
         "_lock",
         "_mask",
-        "_pool",
         "_returned",
         "_size",
         "_start_of",
         "_used",
     )
 
-    def __init__(self, size: int, *, alignment: int = 4096, pool: str = "send") -> None:
+    def __init__(self, size: int, *, alignment: int = 4096, key: str = "memory_pool_size") -> None:
         if alignment <= 0 or alignment & (alignment - 1):
             raise ValueError(f"alignment must be a power of two, got {alignment}")
         if size < alignment:
@@ -72,7 +72,7 @@ class PoolAllocator:
         self._alignment = alignment
         self._mask = alignment - 1
         self._size = size & ~self._mask
-        self._pool = pool
+        self._key = key
         self._lock = threading.Lock()
         self._live: dict[int, int] = {}  # start -> length
         self._returned: deque[tuple[int, int]] = deque()  # (start, length)
@@ -102,7 +102,7 @@ class PoolAllocator:
             index = bisect_left(lengths, need)
             if index == len(lengths):
                 largest = lengths[-1] if lengths else 0
-                raise PoolExhausted(size, self._size - self._used, largest, self._pool)
+                raise PoolExhausted(size, self._size - self._used, largest, self._size, self._key)
             length = lengths[index]
             starts = self._by_length[length]
             start = starts.popitem()[0]
@@ -128,8 +128,8 @@ class PoolAllocator:
         length = self._live.pop(offset, 0)
         if not length:
             raise AllocatorMisuse(
-                f"free of offset {offset} in the {self._pool} pool: no live block starts there "
-                f"(freed twice, or never allocated)"
+                f"free of offset {offset} in the pool of {self._key}={self._size}: no live block starts "
+                f"there (freed twice, or never allocated)"
             )
         self._returned.append((offset, length))
         return length

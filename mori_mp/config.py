@@ -61,7 +61,7 @@ _Duration = Annotated[float, Meta(ge=0, le=31_536_000)]
 _Host = Annotated[str, Meta(pattern=r"^[^\s/]*$")]
 
 _HOST_TEXT = "a host name or IP address, or `auto` (also empty, `*`, `0.0.0.0`, `::`) for the detected one"
-_SIZE_TEXT = "a whole number, or text such as 512MiB or 1GB"
+_SIZE_TEXT = "a whole number, or text such as 512MiB = 512M (powers of 1024) or 1GB (of 1000)"
 _FILE_TEXT = "a path; `{pid}` (the stage's) and `{stage}` are replaced"
 _CPULIST_TEXT = "a kernel cpulist such as 0-3,8; empty = automatic"
 
@@ -341,9 +341,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
             found["role"] = "dual"
         problems += _broken_rules(config, found)
         if problems:
-            count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+            if len(problems) == 1:
+                raise ConfigError(f"the connector's configuration has a problem: {problems[0]}")
             lines = "".join(f"\n  {line}" for line in problems)
-            raise ConfigError(f"the connector's configuration has {count}:{lines}")
+            raise ConfigError(f"the connector's configuration has {len(problems)} problems:{lines}")
         for text in misspelt_keys(config):
             config_keys.warn_once(text)
         _settle_device_name(found)

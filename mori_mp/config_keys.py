@@ -67,14 +67,17 @@ def read_int(value: Any) -> Any:
 
 
 def read_size(value: Any) -> Any:
-    """Bytes from a number or from text such as "512MiB" (powers of 1024) or "1GB" (powers of 1000)."""
+    """Bytes from a number or from text: "512MiB" and "512M" are powers of 1024, "512MB" of 1000.
+
+    A bare letter means what it does for memory limits of Docker, cgroups and PostgreSQL.
+    """
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*(?:b|([kmgt])(i?)b)?", value, re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*(?:b|([kmgt])(i?b)?)?", value, re.IGNORECASE)
     if match is None:
         raise ValueError(value)
     power = " kmgt".index((match[2] or " ").lower())
-    size = Decimal(match[1]) * (1024 if match[3] else 1000) ** power
+    size = Decimal(match[1]) * (1000 if (match[3] or "").lower() == "b" else 1024) ** power
     if size != int(size):
         raise ValueError(value)
     return int(size)

@@ -17,11 +17,14 @@ from mori_mp.shared.pool import Pool
 
 
 class Slots:
-    """The slots of a pool of so many bytes. Thread-safe; offsets and sizes in bytes."""
+    """The slots of a pool of so many bytes. Thread-safe; offsets and sizes in bytes.
 
-    def __init__(self, size: int) -> None:
+    key: the configuration key that sets its size.
+    """
+
+    def __init__(self, size: int, key: str = "memory_pool_size") -> None:
         self.size = size
-        self._allocator = PoolAllocator(size)
+        self._allocator = PoolAllocator(size, key=key)
         self._lock = threading.Lock()
         self._owners: dict[int, int] = {}
         self._returned: deque[int] = deque()
@@ -74,7 +77,7 @@ class PoolSlots(Slots):
     """The slots of a host pool."""
 
     def __init__(self, pool: Pool) -> None:
-        super().__init__(pool.size)
+        super().__init__(pool.size, "host_pool_size" if pool.device_bytes else "memory_pool_size")
         self.pool = pool
 
 

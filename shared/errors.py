@@ -55,21 +55,27 @@ class SenderUnknown(MoriMPError, RuntimeError):
 class PoolExhausted(MoriMPError, MemoryError):
     """No free block of the pool is large enough.
 
-    requested, free and largest_free are bytes.
+    requested, free, largest_free and size, that of the whole pool, are bytes. key: configuration key that
+    sets the size.
     """
 
-    def __init__(self, requested: int, free: int, largest_free: int, pool: str = "send") -> None:
-        super().__init__(requested, free, largest_free, pool)
+    def __init__(self, requested: int, free: int, largest_free: int, size: int, key: str) -> None:
+        super().__init__(requested, free, largest_free, size, key)
         self.requested = requested
         self.free = free
         self.largest_free = largest_free
-        self.pool = pool
+        self.size = size
+        self.key = key
 
     def __str__(self) -> str:
+        if self.requested > self.size:
+            return (
+                f"a payload of {self.requested} bytes does not fit {self.key}={self.size}. Raise {self.key}."
+            )
         return (
-            f"{self.pool} pool exhausted: {self.requested} bytes asked for, {self.free} free, largest free "
-            f"block {self.largest_free}. Raise memory_pool_size, or look for consumers that do not pull or "
-            f"do not release their buffers (health() shows the oldest)."
+            f"pool exhausted: {self.requested} bytes asked for, {self.free} free, largest free block "
+            f"{self.largest_free}. Raise {self.key}, or look for consumers that do not pull or do not "
+            f"release their buffers (health() shows the oldest)."
         )
 
 

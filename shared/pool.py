@@ -91,10 +91,11 @@ class Pool:
         total = total_bytes(size, device_bytes)
         room = available_bytes()
         if total > room:
+            key = "host_pool_size" if device_bytes else "memory_pool_size"
             raise PoolUnbacked(
-                f"memory_pool_size={size} bytes ({size / 2**30:.2f} GiB) cannot be backed: {room} bytes "
+                f"{key}={size} bytes ({size / 2**30:.2f} GiB) cannot be backed: {room} bytes "
                 f"({room / 2**30:.2f} GiB) of memory are left on this host or in this container's cgroup. "
-                f"Lower memory_pool_size or raise the memory limit."
+                f"Lower {key} or raise the memory limit."
             )
         name = _NAME + label
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

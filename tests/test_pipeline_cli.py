@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from test_tracing import assert_readable, events
 from typer.testing import CliRunner, Result
 
-from mori_mp import cli
+from mori_mp import cli, config_keys
 from mori_mp.pipeline.command import parse_settings
+from mori_mp.pipeline.runner import Runner
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ROOT / "deploy" / "qwen3_omni_moe_mori_intranode.yaml"
@@ -122,12 +124,74 @@ def test_a_corrupted_chunk_is_exit_status_1(tmp_path: Path) -> None:
         (("--backend", "shm", "--set", "codec_chunk_frames=0"), "codec_chunk_frames must be"),
         (("--requests", "0"), "--requests"),
         (("--trace-out", "/nowhere/run.json"), "there is no folder /nowhere"),
+        (
+            ("--backend", "nonsense"),
+            "stage 0: the connector's configuration has a problem: backend_type: got",
+        ),
+        (
+            ("--backend", "shm", "--num-workers", "65"),
+            "num_transfer_workers: got 65; allowed: a whole number",
+        ),
+        (("--backend", "shm", "--pool-size", "1KiB"), "memory_pool_size: got"),
+        (("--backend", "shm", "--set", 'outgoing={"port": 1}'), "'port' is not a key of outgoing"),
+        (("--backend", "rdma", "--set", "memory_pool_device=cpu"), "--backend shm runs the same topology"),
     ],
 )
-def test_wrong_options_are_exit_status_2(arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_options_are_exit_status_2_before_anything_starts(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Runner, "run", lambda _: pytest.fail("a run was started"))
     result = pipeline(*arguments)
     assert result.exit_code == 2
+    assert "Traceback" not in result.output
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "edge"),
+    [
+        (("--pool-size", "256KiB"), "0->1"),  # a prefill chunk of hidden states
+        (("--pool-size", "256KiB", "--trace", str(TRACE)), "0->1"),
+        (("--set", "host_pool_size=4096"), ""),  # which is not the pool in use
+    ],
+)
+def test_a_chunk_that_can_never_fit_is_told_at_once(
+    arguments: tuple[str, ...], edge: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(Runner, "run", lambda _: started.append(1) or sys.exit(0))
+    result = pipeline("--backend", "shm", *arguments)
+    assert bool(started) is not bool(edge)
+    if edge:
+        assert result.exit_code == 2
+        assert f"bytes on edge {edge} does not fit memory_pool_size=262144; raise" in result.output
+
+
+def test_the_codec_chunk_that_is_looked_at_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "run", lambda _: pytest.fail("a run was started"))
+    many = ("--chunks", "3", "--set", "codec_chunk_frames=10000", "--set", "codec_left_context_frames=15000")
+    # 16 codebooks of 8 bytes: the first chunk has 10000 frames, the third 25000.
+    result = pipeline("--backend", "shm", "--pool-size", "3000000", *many)
+    assert result.exit_code == 2
+    assert "stage 1: a chunk of 3200" in result.output
+
+
+def test_keys_that_are_nearly_right_are_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Runner, "run", lambda _: sys.exit(0))
+    config_keys.warn_once.cache_clear()
+    pipeline("--backend", "shm", "--set", "memory_pool_sise=1")
+    assert ["did you mean 'memory_pool_size'?" in text for text in caplog.messages] == [True]
+
+
+def test_what_a_stage_cannot_have_is_one_line() -> None:
+    result = pipeline(*SMALL, "--set", "worker_python=/nope/python", "-v")
+    assert result.exit_code == 1
+    failures = [line for line in result.output.splitlines() if line.startswith("FAIL")]
+    assert len(failures) == 1
+    assert "/nope/python" in failures[0]
+    assert "Traceback" not in result.output
 
 
 def test_a_missing_deploy_file_is_exit_status_2(tmp_path: Path) -> None:

@@ -36,6 +36,14 @@ def test_slots_do_not_overlap_and_come_back(slots: PoolSlots) -> None:
     assert slots.alloc(BLOCKS * BLOCK) == 0
 
 
+def test_a_host_pool_beside_a_gpu_pool_is_called_by_its_own_key(slots: PoolSlots) -> None:
+    pool = Pool.create(BLOCKS * BLOCK, "test", device_bytes=BLOCK)
+    for found, key in ((slots, "memory_pool_size"), (PoolSlots(pool), "host_pool_size")):
+        with pytest.raises(PoolExhausted, match=f"Raise {key}"):
+            found.alloc(BLOCKS * BLOCK + 1)
+    pool.close()
+
+
 def test_a_full_pool_looks_at_what_was_given_back_first(slots: PoolSlots) -> None:
     offset = slots.alloc(BLOCKS * BLOCK)
     slots.give_back(offset)

@@ -21,15 +21,18 @@ from mori_mp.shared.tracing import join
 def run_pipeline(deploy: Deploy, options: RunOptions, *, timeout_s: float, observer: Observer) -> RunOutcome:
     """Run the pipeline once. timeout_s: for all traffic, once every connector is up.
 
-    Raises DeployError for what is wrong with the YAML, StartupError when no ports are free; whatever goes
-    wrong in a stage is in the outcome.
+    Raises DeployError for what is wrong with the YAML, StartupError when no ports are free, and what
+    check_plans() does; whatever goes wrong in a stage is in the outcome.
     """
+    from mori_mp.pipeline.preflight import check_plans  # imports torch: the command line does without
+
     with contextlib.ExitStack() as stack:
         base_port = None
         if wants_local_ports(options):
             host = str(options.overrides.get("host", "127.0.0.1"))
             base_port = stack.enter_context(PortBlock(host)).base
         plans = make_plans(deploy, options, base_port=base_port)
+        check_plans(plans)
         return Runner(plans, timeout_s=timeout_s, observer=observer).run()
 
 

@@ -96,6 +96,7 @@ class _Stage:
         self.events: set[str] = set()
         self.endpoint: dict[str, Any] | None = None
         self.failure: str | None = None
+        self.told = False
         self.gone = False
         self.sent: dict[str, SendReport] = {}
         self.received: dict[str, ReceiveReport] = {}
@@ -139,6 +140,7 @@ class _Stage:
             self.endpoint = message["endpoint"]
         elif event == "failed":
             self.failure = message["error"]
+            self.told = message["told"]
         if event in ("progress", "result"):
             for sent in msgspec.convert(message["sent"], list[SendReport]):
                 self.sent[sent.edge] = sent
@@ -155,7 +157,7 @@ class _Stage:
         status = self.process.returncode
         how = f"exit status {status}" if status is None or status >= 0 else f"signal {-status}"
         why = f": {self.failure}" if self.failure else f" ({how})"
-        words = "".join(f"\n    {line}" for line in self.tail)
+        words = "" if self.told else "".join(f"\n    {line}" for line in self.tail)
         return f"stage {self.stage_id} failed{why}" + (f"; its last output:{words}" if words else "")
 
 
@@ -169,6 +171,7 @@ class Runner:
         self._observer = observer
         self._watch = ProcessWatch()
         self._rows: list[ProcessRow] = []
+        self._streaming = False
         self._ending = False
         self._selector = selectors.DefaultSelector()
         self._started: list[_Stage] = []
@@ -188,7 +191,7 @@ class Runner:
         finally:
             self._tear_down()
         edges = self._edges()
-        for edge in edges:
+        for edge in edges if self._streaming else ():  # else there was nothing to lose
             problems += edge.faults()
         problems += self._left_over()
         self._selector.close()
@@ -212,6 +215,7 @@ class Runner:
             stage.write(msgspec.json.encode(stage.plan))
         if not self._until(lambda: self._all_said("ready"), time.monotonic() + _START_S):
             raise _RunFailed(f"{self._silent('ready')} did not bring a connector up in {_START_S:g} s")
+        self._streaming = True
         deadline = time.monotonic() + self._timeout_s
         self._tell(
             {

@@ -24,7 +24,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 from types import FrameType
@@ -39,6 +38,7 @@ from mori_mp.pipeline.plan import Edge, StagePlan
 from mori_mp.pipeline.receivers import receiver_work
 from mori_mp.pipeline.streams import Connector, Inbox, Outbox, Relay, RunClock, Source, Stream
 from mori_mp.pipeline.workload import Workload
+from mori_mp.shared.errors import MoriMPError
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +124,10 @@ class StageProcess:
             self._finish(aborted=True)
             return 1
         except Exception as error:
-            logger.exception("stage %d failed", self._plan.stage_id)
-            self._control.send(
-                "failed", error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()
-            )
+            # What mori-mp raises on purpose says all there is to say.
+            told = isinstance(error, MoriMPError)
+            logger.error("stage %d failed: %s", self._plan.stage_id, error, exc_info=not told)
+            self._control.send("failed", error=f"{type(error).__name__}: {error}", told=told)
             if self._connector is not None:
                 self._connector.close()
             return 1

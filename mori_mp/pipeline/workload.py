@@ -98,6 +98,18 @@ class Workload:
             )
         )
 
+    def largest(self, edge: Edge) -> tuple[int, int]:
+        """(request, chunk) of a payload of an edge that no other one of it exceeds in size."""
+        traffic, first = self.traffic, range(self.traffic.requests)
+        if edge.label in traffic.trace:
+            known = [(r, c) for r in first for c in range(traffic.chunk_count(edge, r) or 0)]
+        elif edge.kind == "codec":  # the left context has grown to all that it may be
+            grown = -(-traffic.codec_left_context_frames // traffic.codec_chunk_frames)
+            known = [(0, grown if traffic.chunks is None else min(grown, traffic.chunks - 1))]
+        else:
+            known = [(request, 0) for request in first]
+        return max(known, key=lambda at: _bytes_of(self.shape(edge, *at)))
+
     def _left_context(self, chunk: int) -> int:
         return min(self.traffic.codec_left_context_frames, chunk * self.traffic.codec_chunk_frames)
 
@@ -181,6 +193,10 @@ class Workload:
             if wrong:
                 return wrong
         return ""
+
+
+def _bytes_of(shape: ChunkShape) -> int:
+    return sum(math.prod(tensor.shape) * DTYPES[tensor.dtype] for tensor in shape.tensors)
 
 
 def _place(payload: Payload, path: str, value: Any) -> None:
