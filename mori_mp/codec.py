@@ -18,9 +18,9 @@ codec_device (GPU tensors that travel by themselves), codec_image (PIL), codec_o
 from __future__ import annotations
 
 from mori_mp.codec_decode import decode
-from mori_mp.codec_device import DeviceTensors, Fetch
+from mori_mp.codec_device import DeviceTensors, Fetch, TensorMissing
 from mori_mp.codec_encode import MAX_BIN_BYTES, HostSegment, Plan, Segment, TensorSegment, plan
-from mori_mp.codec_memory import ALIGNMENT, dense, raw_view
+from mori_mp.codec_memory import ALIGNMENT, check_plain, dense, raw_view
 
 __all__ = [
     "ALIGNMENT",
@@ -30,7 +30,9 @@ __all__ = [
     "HostSegment",
     "Plan",
     "Segment",
+    "TensorMissing",
     "TensorSegment",
+    "check_plain",
     "decode",
     "dense",
     "plan",

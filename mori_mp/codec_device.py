@@ -20,7 +20,18 @@ from mori_mp.codec_memory import DTYPES, dense
 MARK = "__device_tensor__"
 
 Fetch = Callable[[str, int], torch.Tensor]
-"""Gets the payload of a key and of so many bytes, as a 1-D uint8 tensor that nothing else uses."""
+"""Gets the payload of a key and of so many bytes, as a 1-D uint8 tensor that nothing else uses.
+
+Raises TensorMissing, CorruptPayload.
+"""
+
+
+class TensorMissing(Exception):
+    """A tensor that travels by itself has not come. gone: it never will, else it may be asked for again."""
+
+    def __init__(self, gone: bool) -> None:
+        super().__init__(gone)
+        self.gone = gone
 
 
 class DeviceTensors:
@@ -36,7 +47,8 @@ class DeviceTensors:
     def leave_out(self, tensor: torch.Tensor) -> dict[str, Any] | None:
         """Return what stands in the tensor's place; None if it is to be encoded itself."""
         name = str(tensor.dtype).removeprefix("torch.")
-        if not self._holds(tensor) or not tensor.nbytes or name not in DTYPES:
+        plain = tensor.layout is torch.strided and not tensor.is_nested
+        if not plain or not self._holds(tensor) or not tensor.nbytes or name not in DTYPES:
             return None
         key = f"{self._name}#{self._number}.{len(self.tensors)}@{self._edge}"
         self.tensors.append((key, dense(tensor)))

@@ -183,15 +183,20 @@ def _adopt(block: int, data: int, dtype: torch.dtype, shape: tuple[int, ...]) ->
 def is_plain(tensor: torch.Tensor) -> bool:
     """Say whether the tensor's bytes lie in host memory in the order and form that they are sent in.
 
-    Raises TypeError for a tensor that is not a plain array of elements with memory behind it.
+    Raises TypeError as check_plain() does.
     """
+    check_plain(tensor)
+    return tensor.is_cpu and is_dense(tensor)
+
+
+def check_plain(tensor: torch.Tensor) -> None:
+    """Raise TypeError for a tensor that is not a plain array of elements with memory behind it."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError(f"a tensor with layout {tensor.layout} (make it dense with to_dense() or padding)")
     if tensor.ndim > MAX_DIMS:
         raise TypeError(f"a tensor of {tensor.ndim} dimensions (at most {MAX_DIMS})")
     if tensor.is_meta:
         raise TypeError("a tensor on the meta device, which has no data")
-    return tensor.is_cpu and is_dense(tensor)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

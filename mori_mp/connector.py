@@ -45,8 +45,9 @@ from mori_mp.shared.files import expand
 from mori_mp.shared.pool import host_id
 from mori_mp.shared.procinfo import startup_line
 from mori_mp.shared.tracing import TraceFile
-from mori_mp.shared.wire import edge_name, internal_key
+from mori_mp.shared.wire import MAX_PAYLOAD_BYTES, edge_name, internal_key
 from mori_mp.wanted import Wanted
+from mori_mp.workers.engines.gpu_runtime import GpuError
 
 logger = logging.getLogger(__name__)
 
@@ -303,11 +304,12 @@ class MoriTransferEngineConnector:
                 return False, 0, None
             try:
                 done = self.publisher.put(put_key, internal_key(put_key, from_stage, to_stage), data)
-            except PoolExhausted as exc:
+            except (PoolExhausted, GpuError) as exc:
                 self.metrics["errors"] += 1
                 edge = edge_name(from_stage, to_stage)
                 text = f"put of {put_key!r} ({from_stage} -> {to_stage}) failed: {exc}"
-                self.faults.report(logger, "pool_exhausted", text, key=put_key, edge=edge)
+                cause = "pool_exhausted" if isinstance(exc, PoolExhausted) else "gpu_failed"
+                self.faults.report(logger, cause, text, key=put_key, edge=edge)
                 return False, 0, None
             if done is None:
                 logger.warning(
@@ -371,6 +373,11 @@ class MoriTransferEngineConnector:
                 f"set sender_host and sender_zmq_port, or call update_sender_info()."
             )
         size = found.get("data_size") or 0
+        if not isinstance(size, int) or not 0 <= size <= MAX_PAYLOAD_BYTES:
+            edge = edge_name(from_stage, to_stage)
+            text = f"get of {key!r}: its metadata names {size!r:.40} bytes, which is ignored"
+            self.faults.report(logger, "get_failed", text, key=key, edge=edge)
+            size = 0
         return Wanted(
             internal_key(key, from_stage, to_stage),
             edge_name(from_stage, to_stage),
@@ -455,7 +462,12 @@ class MoriTransferEngineConnector:
         """Drop our mapping; the memory itself goes when the last buffer of it in use does."""
         self._pool_in_use = False
         self.receiver.let_go_of_pool()
-        self._pools.close(self.receiver.late_device_writes)
+        in_use = ""
+        if self._pools.device is not None and not self.publisher.withdraw_from_device():
+            in_use = "a receiver is reading it"
+        elif self.receiver.late_device_writes:
+            in_use = "a sender may still write there"
+        self._pools.close(in_use)
 
     def __del__(self) -> None:
         self.close()

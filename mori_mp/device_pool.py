@@ -17,6 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +40,8 @@ logger = logging.getLogger(__name__)
 EVENTS = 64
 """Puts whose copies may be under way at once without a wait for the oldest."""
 
-_never_freed: list[tuple[torch.Tensor, Passive | None]] = []
-"""Memory of closed pools that a late write may still reach, with its registration."""
+_never_freed: list[tuple[torch.Tensor, Passive | None, LentPool | None]] = []
+"""Memory of closed pools that others may still use, with its registration and events."""
 
 
 class DevicePool:
@@ -135,13 +138,30 @@ class DevicePool:
         events = self._lent.events
         for step in range(EVENTS):
             number = (self._next_event + step) % EVENTS
-            if events[number].query():
+            if self.has_happened(number):
                 break
         else:
             number = self._next_event
             self._waiting.event_synchronize(events[number].handle)
         self._next_event = (number + 1) % EVENTS
         return number
+
+    def has_happened(self, event: int) -> bool:
+        """Tell whether the last record of an event has happened, well or badly; True once the pool is closed.
+
+        An event that is recorded again later than it was named says so later, never too early.
+        """
+        lent = self._lent
+        return lent is None or not self._pending(lambda: lent.events[event].query())
+
+    @staticmethod
+    def _pending(query: Callable[[], bool]) -> bool:
+        """Tell whether an event is still to happen; work before it that has failed runs no more."""
+        try:
+            return not query()
+        except GpuError as exc:
+            logger.error("GPU work has failed: %s", exc)
+            return False
 
     # -------------------------------------------------------------------------- receiving
     def last_read(self) -> int:
@@ -152,10 +172,11 @@ class DevicePool:
             return event
 
     def happened(self, event: int) -> bool:
-        """Tell whether an event of `last_read()` has happened, and destroy it if so."""
-        if not self._runtime.event_query(event):
+        """Tell whether an event of `last_read()` has happened, well or badly, and destroy it if so."""
+        if self._pending(lambda: self._runtime.event_query(event)):
             return False
-        self._runtime.event_destroy(event)
+        with suppress(GpuError):  # a lost context has none
+            self._runtime.event_destroy(event)
         return True
 
     def borrow(self, packed: bytes) -> LentDevice:
@@ -163,36 +184,47 @@ class DevicePool:
         return LentDevice(packed, self._runtime, self._waiting, self.number)
 
     # -------------------------------------------------------------------------------- end
-    def close(self, late_writes: bool) -> None:
+    def close(self, in_use: str) -> None:
         """Let go of everything; the memory goes with the last buffer on it. Idempotent.
 
-        late_writes: a sender may still write into it, so the memory is kept until this process ends.
+        in_use: why others may still read or write the memory, which is then kept until this process ends; ""
+        if they cannot.
         """
         with self._lock:
-            passive, self._passive = self._passive, None
-            lent, self._lent = self._lent, None
-            if late_writes and hasattr(self, "tensor"):
-                logger.warning("%d bytes of GPU memory are kept: a sender may still write there", self.size)
-                _never_freed.append((self.tensor, passive))
-                passive = None
-            with self._runtime.current(self.number):
-                if passive is not None:
-                    passive.close()
-                if lent is not None:
-                    lent.close()
-            self.__dict__.pop("tensor", None)
+            if not hasattr(self, "tensor"):
+                return
+            if self._lent is not None and not all(map(self.has_happened, range(EVENTS))):
+                in_use = in_use or "a copy into it has not ended"
+            if in_use:
+                logger.warning("%d bytes of GPU memory are kept until exit: %s", self.size, in_use)
+                _never_freed.append((self.tensor, self._passive, self._lent))
+            else:
+                with self._runtime.current(self.number):
+                    if self._passive is not None:
+                        self._passive.close()
+                    if self._lent is not None:
+                        self._lent.close()
+            self._passive = self._lent = None
+            del self.tensor
 
 
 class DeviceSlots(Slots):
-    """The slots of a GPU pool."""
+    """The slots of a GPU pool; one that is given back is free when what uses it on the GPU has ended."""
 
     def __init__(self, pool: DevicePool) -> None:
         super().__init__(pool.size)
         self._pool = pool
-        self._being_read: deque[tuple[int, int]] = deque()  # (event, offset)
+        self._in_use: deque[tuple[Callable[[], bool], int]] = deque()  # (whether that has ended, offset)
+
+    def give_back_written(self, offset: int, event: int) -> None:
+        """Remove an owner once put()'s copy into the slot, behind an event of the pool, has ended."""
+        if event < 0 or self._pool.has_happened(event):
+            self.give_back(offset)
+        else:
+            self._in_use.append((partial(self._pool.has_happened, event), offset))
 
     def give_back_read(self, offset: int) -> None:
-        """Remove an owner once what is now enqueued on the caller's stream has read the slot.
+        """Remove an owner once what is now enqueued on the caller's stream is done with the slot.
 
         Safe in a finalizer.
         """
@@ -202,16 +234,16 @@ class DeviceSlots(Slots):
             logger.error("a GPU buffer cannot be ordered behind its readers: %s", exc)
             self.give_back(offset)
             return
-        self._being_read.append((event, offset))
+        self._in_use.append((partial(self._pool.happened, event), offset))
 
     def collect(self) -> None:
-        for _ in range(len(self._being_read)):
+        for _ in range(len(self._in_use)):
             try:
-                event, offset = self._being_read.popleft()
+                ended, offset = self._in_use.popleft()
             except IndexError:
                 break
-            if self._pool.happened(event):
+            if ended():
                 self.give_back(offset)
             else:
-                self._being_read.append((event, offset))
+                self._in_use.append((ended, offset))
         super().collect()

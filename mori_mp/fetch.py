@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,41 +39,54 @@ class Fetcher:
         """Copy offered GPU payloads into this pool."""
         self._device = pool
 
+    def transfer_seconds(self, size: int) -> float:
+        """Return how long a transfer of size bytes may take without a deadline of the caller's."""
+        return self._intake.transfer_seconds(size)
+
     def fetch(self, link: Link, ready: wire.Ready, deadline: float | None) -> tuple[Any, int] | None:
         """Have an announced payload delivered; None if that did not work out, which has been reported.
 
         deadline (monotonic seconds) None: a transfer is waited for as long as one of its size may take.
         Raises CorruptPayload.
         """
+        found = self.attempt(link, ready, deadline, GpuTensors(self, link, deadline))
+        return None if found is _ELSEWHERE or found is GONE else found
+
+    def attempt(
+        self, link: Link, ready: wire.Ready, deadline: float | None, tensors: GpuTensors | None
+    ) -> tuple[Any, int] | None:
+        """As fetch(); GONE if the sender has no such payload (any more). tensors: of an object."""
+        until = deadline
+        if until is None:
+            until = time.monotonic() + self._intake.transfer_seconds(ready.size)
+        order = _Order(link, ready, until, deadline, tensors)
         if len(ready.data):
             if not link.mailbox.mark_taken(ready.generation):
                 return None  # a call that did not wait for the notice has fetched it
             delivery = standalone(ready.data) if ready.fast_path else Delivery(ready.data, None)
             try:
-                return self._finish(link, ready.key, ready.fast_path, delivery, "eager")
+                return self._finish(order, ready.fast_path, delivery, "eager")
             finally:
                 link.settle(consumed=ready.generation)
         if ready.offset >= 0 and self._lease and link.can_lease:
-            offered = self._device_offer(link, ready, deadline) if ready.device else self._offer(link, ready)
+            offered = self._device_offer(order) if ready.device else self._offer(order)
             if offered is not None:
                 return offered  # else it has gone meanwhile; the sender knows
-            if ready.device and deadline is not None and time.monotonic() >= deadline:
-                self._intake.count_timeout(ready.key, link, "its GPU payload was not complete in time")
+            if time.monotonic() >= until:
+                self._intake.count_timeout(ready.key, link, "it could not be read in time")
                 link.mailbox.put_back(ready)
                 return None
-        wait_until = deadline
-        if deadline is None:
-            deadline = time.monotonic() + self._intake.transfer_seconds(ready.size)
         if self._lease and link.can_lease and not ready.device:
-            found = self._leased_on_request(link, ready, deadline)
+            found = self._leased_on_request(order)
         else:
-            found = self._landing(link, ready, deadline, wait_until)
+            found = self._landing(order)
         if found is _ELSEWHERE:  # without a notice we cannot know; or another payload has replaced it
-            ready = wire.Ready(ready.key, 0, ready.size, ready.fast_path, _NOTHING, device=not ready.device)
-            found = self._landing(link, ready, deadline, wait_until)
-        return None if found is _ELSEWHERE else found
+            other = wire.Ready(ready.key, 0, ready.size, ready.fast_path, _NOTHING, device=not ready.device)
+            found = self._landing(order._replace(ready=other))
+        return found
 
-    def _offer(self, link: Link, ready: wire.Ready) -> tuple[Any, int] | None:
+    def _offer(self, order: _Order) -> tuple[Any, int] | None:
+        link, ready = order.link, order.ready
         generation = ready.generation
         try:
             lent = link.lent_pool()
@@ -89,18 +102,18 @@ class Fetcher:
             buffer.release()
             return None
         view = lent.view(ready.offset, ready.size)
-        return self._finish(link, ready.key, ready.fast_path, Delivery(view, buffer), "lease")
+        return self._finish(order, ready.fast_path, Delivery(view, buffer), "lease")
 
-    def _device_offer(self, link: Link, ready: wire.Ready, deadline: float | None) -> tuple[Any, int] | None:
+    def _device_offer(self, order: _Order) -> tuple[Any, int] | None:
         """Copy an offered payload from the sender's GPU pool into ours."""
+        link, ready = order.link, order.ready
         pool, generation = self._device, ready.generation
         lent = link.lent_device(pool.borrow) if pool is not None else None
         if lent is None or pool is None:
             return None
-        slot = self._intake.slot(ready.key, ready.size, deadline, device=True)
+        slot = self._intake.slot(ready.key, ready.size, order.deadline, device=True)
         if slot is None:
             return None
-        until = time.monotonic() + self._intake.transfer_seconds(ready.size) if deadline is None else deadline
         claim, copied = None, False
         try:
             claim = link.lent_pool().claim_device(
@@ -108,26 +121,28 @@ class Fetcher:
             )
             if claim is not None:
                 target = pool.address + slot.offset
-                copied = lent.copy(ready.offset, ready.size, target, ready.event, until)
+                copied = lent.copy(ready.offset, ready.size, target, ready.event, order.until)
         except (EngineUnavailable, WireError, TransferFailed) as exc:
             self._intake.fault("get_failed", f"an offer cannot be read: {exc}", ready.key, link)
+        finally:
+            if not copied:
+                slot.give_back()
+                if claim is not None:
+                    claim.drop()
         if claim is None or not copied:
-            slot.give_back()
-            if claim is not None:
-                claim.drop()
             return None
         claim.end()
         if not link.mailbox.mark_taken(generation):
             slot.give_back()
             return None
-        return self._finish(link, ready.key, ready.fast_path, slot.landed(), "lease")
+        return self._finish(order, ready.fast_path, slot.landed(), "lease")
 
-    def _pull(self, link: Link, request: wire.Pull, ready: wire.Ready, deadline: float) -> wire.Done | None:
-        tracer = self._meters.tracer
+    def _pull(self, order: _Order, request: wire.Pull) -> wire.Done | None:
+        link, ready, tracer = order.link, order.ready, self._meters.tracer
         if tracer is None:
-            return link.pull(request, deadline)
+            return link.pull(request, order.until)
         began_ns = time.monotonic_ns()
-        done = link.pull(request, deadline)
+        done = link.pull(request, order.until)
         tracer.add(
             "pull",
             began_ns,
@@ -138,18 +153,19 @@ class Fetcher:
         )
         return done
 
-    def _leased_on_request(self, link: Link, ready: wire.Ready, deadline: float) -> tuple[Any, int] | None:
+    def _leased_on_request(self, order: _Order) -> tuple[Any, int] | None:
+        link, ready = order.link, order.ready
         request = link.new_pull(ready.key, ready.size, 0, True)
-        done = self._pull(link, request, ready, deadline)
+        done = self._pull(order, request)
         if done is None:
 
             def on_late(done: wire.Done | None) -> None:
                 if done is not None and not done.status:
                     delivery = self._leased(link, ready.key, done)
                     if delivery is not None:
-                        self._intake.keep_late(
-                            ready.key, Late(delivery, done.fast_path, "lease", time.monotonic())
-                        )
+                        now = time.monotonic()
+                        late = Late(delivery, done.fast_path, "lease", now, order.tensors)
+                        self._intake.keep_late(ready.key, late)
 
             self._gave_up(link, ready)
             link.abandon(request, on_late)
@@ -157,13 +173,12 @@ class Fetcher:
         if done.status == wire.ELSEWHERE:
             return _ELSEWHERE
         if done.status:
-            self._refused(link, ready, done)
-            return None
+            return self._refused(order, done)
         delivery = self._leased(link, ready.key, done)
         if delivery is None:
             # It may have been granted to a get() that had given up.
-            return self._intake.take_late(ready.key, self.tensors_from(link))
-        return self._finish(link, ready.key, done.fast_path, delivery, "lease")
+            return self._intake.take_late(ready.key, order.deadline)
+        return self._finish(order, done.fast_path, delivery, "lease")
 
     def _leased(self, link: Link, key: str, done: wire.Done) -> Delivery | None:
         """Take over a lease that the sender has granted; None if another call has the payload."""
@@ -183,11 +198,10 @@ class Fetcher:
             return None
         return Delivery(lent.view(done.offset, done.size), buffer)
 
-    def _landing(
-        self, link: Link, ready: wire.Ready, deadline: float, wait_until: float | None
-    ) -> tuple[Any, int] | None:
+    def _landing(self, order: _Order) -> tuple[Any, int] | None:
+        link, ready = order.link, order.ready
         try:
-            slot = self._intake.slot(ready.key, ready.size, wait_until, ready.device)
+            slot = self._intake.slot(ready.key, ready.size, order.deadline, ready.device)
         except EngineUnavailable as exc:
             self._intake.counters["errors"] += 1
             self._intake.fault("get_failed", str(exc), ready.key, link)
@@ -197,7 +211,7 @@ class Fetcher:
                 link.mailbox.put_back(ready)
             return None
         request = link.new_pull(ready.key, ready.size, slot.offset, False, ready.device)
-        done = self._pull(link, request, ready, deadline)
+        done = self._pull(order, request)
         if done is None:
             self._intake.quarantine(slot, link)
 
@@ -206,7 +220,7 @@ class Fetcher:
                 if done is None or done.status or not link.mailbox.mark_taken(done.generation):
                     slot.give_back()
                     return
-                late = Late(slot.landed(), done.fast_path, "landing", time.monotonic())
+                late = Late(slot.landed(), done.fast_path, "landing", time.monotonic(), order.tensors)
                 self._intake.keep_late(ready.key, late)
 
             self._gave_up(link, ready)
@@ -216,46 +230,30 @@ class Fetcher:
             slot.give_back()
             if done.status == wire.ELSEWHERE:
                 return _ELSEWHERE
-            self._refused(link, ready, done)
-            return None
+            return self._refused(order, done)
         if not link.mailbox.mark_taken(done.generation):
             slot.give_back()
             # Another call has it, or a get() that had given up.
-            return self._intake.take_late(ready.key, self.tensors_from(link))
-        return self._finish(link, ready.key, done.fast_path, slot.landed(), "landing")
+            return self._intake.take_late(ready.key, order.deadline)
+        return self._finish(order, done.fast_path, slot.landed(), "landing")
 
     # ------------------------------------------------------------------------- outcomes
-    def _finish(self, link: Link, key: str, fast_path: bool, delivery: Delivery, how: str) -> tuple[Any, int]:
-        return self._intake.finish(key, fast_path, delivery, how, self.tensors_from(link))
+    def _finish(self, order: _Order, fast_path: bool, delivery: Delivery, how: str) -> tuple[Any, int] | None:
+        return self._intake.finish(order.ready.key, fast_path, delivery, how, order.tensors)
 
-    def tensors_from(self, link: Link) -> codec.Fetch:
-        """Return what gets the GPU tensors of an object, which travel by themselves, from its sender."""
-
-        def fetch(key: str, nbytes: int) -> torch.Tensor:
-            ready = link.mailbox.get(key)
-            if ready is None or not link.mailbox.take(ready):
-                ready = wire.Ready(key, 0, nbytes, True, _NOTHING, device=True)
-            found = self.fetch(link, ready, None)
-            if found is None:
-                raise CorruptPayload(f"its GPU tensor {key!r} ({nbytes} bytes) did not come; see the fault")
-            buffer: ManagedBuffer = found[0]
-            with buffer:
-                data = buffer.tensor
-                return data.to("cpu" if self._tensors_on_host else data.device, copy=True)
-
-        return fetch
-
-    def _refused(self, link: Link, ready: wire.Ready, done: wire.Done) -> None:
+    def _refused(self, order: _Order, done: wire.Done) -> tuple[Any, int] | None:
+        link, ready = order.link, order.ready
         if done.status == wire.NOT_FOUND:
             self._intake.counters["misses"] += 1
             logger.debug("get of %r: %s", ready.key, done.message)
-            return
+            return GONE
         self._intake.counters["refused"] += 1
         self._intake.fault(
             "get_refused", f"the sender answers {done.status}: {done.message}", ready.key, link
         )
         if done.status in (wire.BUSY, wire.FAILED) and ready.generation:
             link.mailbox.put_back(ready)  # the sender keeps it for another try
+        return None
 
     def _gave_up(self, link: Link, ready: wire.Ready) -> None:
         self._intake.counters["timeouts"] += 1
@@ -264,6 +262,65 @@ class Fetcher:
         if ready.generation:
             link.mailbox.put_back(ready)
 
+    def to_place(self, buffer: ManagedBuffer) -> torch.Tensor:
+        """Return a copy of a GPU tensor's bytes where tensors of objects are wanted."""
+        with buffer:
+            data = buffer.tensor
+            return data.to("cpu" if self._tensors_on_host else data.device, copy=True)
 
+
+class GpuTensors:
+    """Gets the GPU tensors of one object that travel by themselves; those that have come are kept.
+
+    deadline: monotonic seconds, None: each is waited for as long as a transfer of its size may take.
+    """
+
+    def __init__(self, fetcher: Fetcher, link: Link, deadline: float | None) -> None:
+        self.deadline = deadline
+        self._fetcher = fetcher
+        self._link = link
+        self._come: dict[str, torch.Tensor] = {}
+
+    def __call__(self, key: str, nbytes: int) -> torch.Tensor:
+        if len(key.encode()) > wire.MAX_KEY_BYTES or not 0 < nbytes <= wire.MAX_PAYLOAD_BYTES:
+            raise CorruptPayload(f"a GPU tensor of {nbytes} bytes with a key of {len(key)} characters")
+        if key not in self._come:
+            self._come[key] = self._get(key, nbytes)
+        return self._come[key]
+
+    def _get(self, key: str, nbytes: int) -> torch.Tensor:
+        mailbox = self._link.mailbox
+        ready = mailbox.get(key)
+        if ready is None or not mailbox.take(ready):
+            mailbox.forget(key)
+            ready = wire.Ready(key, 0, nbytes, True, _NOTHING, device=True)
+        if ready.size != nbytes or not ready.fast_path:
+            raise CorruptPayload(f"its GPU tensor {key!r} has {ready.size} bytes, not {nbytes}")
+        until = self.deadline
+        if until is None:
+            until = time.monotonic() + self._fetcher.transfer_seconds(nbytes)
+        found = self._fetcher.attempt(self._link, ready, until, None)
+        if found is None or found is GONE:
+            raise codec.TensorMissing(gone=found is GONE)
+        if not isinstance(found[0], ManagedBuffer) or found[1] != nbytes:
+            raise CorruptPayload(f"its GPU tensor {key!r} is something else")
+        return self._fetcher.to_place(found[0])
+
+
+class _Order(NamedTuple):
+    """What one get() wants delivered.
+
+    until: monotonic seconds when a transfer is given up; deadline: the caller's, who waits for memory, too,
+    None for none. tensors gets those of an object.
+    """
+
+    link: Link
+    ready: wire.Ready
+    until: float
+    deadline: float | None
+    tensors: GpuTensors | None
+
+
+GONE: tuple[Any, int] = (None, -2)  # stands for: the sender has no such payload
 _NOTHING = memoryview(b"")
 _ELSEWHERE: tuple[Any, int] = (None, -1)  # stands for: the payload lies in the other kind of memory

@@ -11,7 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -35,12 +35,24 @@ class Timeouts(NamedTuple):
 
 
 class Late(NamedTuple):
-    """A delivery that came after its get() had given up; since is monotonic seconds."""
+    """A delivery that came after its get() had given up, or an object whose GPU tensors have not all come.
+
+    since: monotonic seconds. fetch gets the tensors, and has those that have come.
+    """
 
     delivery: Delivery
     fast_path: bool
     how: str
     since: float
+    fetch: Tensors | None = None
+
+
+class Tensors(Protocol):
+    """Gets the GPU tensors of an object that travel by themselves; a `codec.Fetch` with a deadline."""
+
+    deadline: float | None
+
+    def __call__(self, key: str, nbytes: int) -> torch.Tensor: ...
 
 
 class Intake:
@@ -129,10 +141,14 @@ class Intake:
         """Tell whether a payload came late for a key."""
         return key in self._late
 
-    def take_late(self, key: str, fetch: codec.Fetch) -> tuple[Any, int] | None:
-        """Hand out what came late for a key."""
+    def take_late(self, key: str, deadline: float | None) -> tuple[Any, int] | None:
+        """Hand out what came late for a key; deadline is that of the tensors it may still lack."""
         late = self._late.pop(key, None)
-        return None if late is None else self.finish(key, late.fast_path, late.delivery, late.how, fetch)
+        if late is None:
+            return None
+        if late.fetch is not None:
+            late.fetch.deadline = deadline
+        return self.finish(key, late.fast_path, late.delivery, late.how, late.fetch)
 
     def keep_late(self, key: str, late: Late) -> None:
         """Keep a payload that came after its get() had given up: for the sender it is delivered.
@@ -160,32 +176,49 @@ class Intake:
 
     # ----------------------------------------------------------------------- hand-out
     def finish(
-        self, key: str, fast_path: bool, delivery: Delivery, how: str, fetch: codec.Fetch | None = None
-    ) -> tuple[Any, int]:
+        self, key: str, fast_path: bool, delivery: Delivery, how: str, fetch: Tensors | None = None
+    ) -> tuple[Any, int] | None:
         """Hand out a delivered payload: raw as its buffer, anything else decoded.
 
-        fetch gets the GPU tensors of an object that travel by themselves.
+        fetch gets the GPU tensors of an object that travel by themselves. None: one has not come. The object
+        is kept for the next get() then, unless the tensor is gone, and the object with it.
         """
         size = delivery.size
-        self.counters[how] += 1
-        self.counters["gets"] += 1
-        self.counters["bytes"] += size
-        if fast_path:
-            return delivery.buffer, size
         try:
-            if self._decode_view and delivery.buffer is not None and delivery.view is not None:
-                held = _held_view(delivery.view, delivery.buffer)
-                return codec.decode(held, copy=False, fetch=fetch), size
-            try:
-                return codec.decode(delivery.host_view(), copy=True, fetch=fetch), size
-            finally:
-                if delivery.buffer is not None:
-                    delivery.buffer.release()
+            found = delivery.buffer if fast_path else self._decode(delivery, fetch)
+        except codec.TensorMissing as missing:
+            if missing.gone:
+                self.counters["misses"] += 1
+                _release(delivery)
+            else:
+                self._late[key] = Late(delivery, fast_path, how, time.monotonic(), fetch)
+            return None
         except CorruptPayload as exc:
+            _release(delivery)
+            self._count(how, size)
             self.counters["corrupt"] += 1
             text = f"payload {key!r} ({size} bytes, {how}) does not decode: {exc}"
             self._faults.report(logger, "corrupt", text, key=key)
             raise CorruptPayload(text) from exc
+        self._count(how, size)
+        return found, size
+
+    def _decode(self, delivery: Delivery, fetch: Tensors | None) -> Any:
+        if not self._decode_view or delivery.buffer is None or delivery.view is None:
+            found = codec.decode(delivery.host_view(), copy=True, fetch=fetch)
+            _release(delivery)
+            return found
+        view, keep = _held_view(delivery.view, delivery.buffer)
+        try:
+            return codec.decode(view, copy=False, fetch=fetch)
+        except codec.TensorMissing:
+            keep()  # it is decoded again
+            raise
+
+    def _count(self, how: str, size: int) -> None:
+        self.counters[how] += 1
+        self.counters["gets"] += 1
+        self.counters["bytes"] += size
 
     # ----------------------------------------------------------------------- failures
     def fault(self, cause: str, text: str, key: str, link: Link) -> None:
@@ -199,7 +232,7 @@ class Intake:
 
     def transfer_seconds(self, size: int) -> float:
         """Return how long a transfer of size bytes may take without a deadline of the caller's."""
-        return self.timeouts.transfer + 5.0 * (size // 100_000_000)
+        return self.timeouts.transfer + min(5.0 * (size // 100_000_000), _MAX_EXTRA_SECONDS)
 
     def close(self) -> None:
         """Let go of what came late."""
@@ -217,11 +250,20 @@ def standalone(data: memoryview) -> Delivery:
     return Delivery(view, ManagedBuffer(torch.frombuffer(copy, dtype=torch.uint8), 0, len(copy), _no_slot))
 
 
-def _held_view(view: memoryview, buffer: ManagedBuffer) -> memoryview:
-    """Return a view whose last sub-view, in whichever tensor, releases the buffer when it dies."""
+def _release(delivery: Delivery) -> None:
+    if delivery.buffer is not None:
+        delivery.buffer.release()
+
+
+def _held_view(view: memoryview, buffer: ManagedBuffer) -> tuple[memoryview, Callable[[], object]]:
+    """Return a view whose last sub-view, in whichever tensor, releases the buffer when it dies.
+
+    The second is what keeps it from doing so.
+    """
     exporter = (ctypes.c_ubyte * len(view)).from_buffer(view)
-    weakref.finalize(exporter, buffer.release).atexit = False
-    return memoryview(exporter).cast("B")
+    release = weakref.finalize(exporter, buffer.release)
+    release.atexit = False
+    return memoryview(exporter).cast("B"), release.detach
 
 
 def _no_slot() -> None:
@@ -229,6 +271,7 @@ def _no_slot() -> None:
 
 
 _LOOK_AGAIN_SECONDS = 0.01
+_MAX_EXTRA_SECONDS = 3600.0
 _COUNTERS = (
     "gets",
     "bytes",

@@ -12,12 +12,14 @@ import os
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 from mori_mp.shared.errors import EngineUnavailable, TransferFailed, WireError
 from mori_mp.shared.pool import host_id
 from mori_mp.workers.engines import gpu_pool
-from mori_mp.workers.engines.gpu_pool import GpuPoolDescriptor
+from mori_mp.workers.engines.gpu_pool import GpuPoolDescriptor, LentPool
 from mori_mp.workers.engines.gpu_runtime import GpuError, GpuRuntime
+from mori_mp.workers.engines.liveness import PeerProcess
 
 KEEP_GIL_SECONDS = 0.001
 _PAUSE_SECONDS = 0.0002
@@ -36,21 +38,28 @@ class LentDevice:
         self.size = desc.size
         self._handle = b""
         self._events: list[int] = []
+        self._own: LentPool | None = None
         self._idle: deque[tuple[int, int]] = deque()  # (stream, event) for a copy
         self._users = 0
         self._retired = False
+        self._sender = PeerProcess(desc.pid, -1)  # this process, unless it is found to be another one
         self._lock = threading.Lock()
         if desc.host_id != host_id():
             raise EngineUnavailable("it lies on another host or in another PID namespace")
         if desc.kind != runtime.kind:
             raise EngineUnavailable(f"it is {desc.kind} memory, and this stage has {runtime.kind}")
         if desc.pid == os.getpid():  # a process cannot import what it exported itself
-            lent = gpu_pool.lent_here(desc)
-            self.address, self._events = lent.memory.address, [event.handle for event in lent.events]
+            self._own = gpu_pool.lent_here(desc)
+            self.address = self._own.memory.address
             return
-        with waiting.current(device):
-            self._check_route(desc.bus_id)
-            self._import(desc)
+        self._sender = _open(desc.pid)
+        try:
+            with waiting.current(device):
+                self._check_route(desc.bus_id)
+                self._import(desc)
+        except BaseException:
+            self._sender.close()
+            raise
 
     def _check_route(self, bus_id: str) -> None:
         other = self._waiting.device_by_bus_id(bus_id)
@@ -80,10 +89,13 @@ class LentDevice:
     def copy(self, offset: int, size: int, target: int, event: int, deadline: float) -> bool:
         """Copy a payload, behind an event of the pool (-1: none), to an address of our GPU, and wait for it.
 
-        False if the event has not happened by deadline (monotonic seconds), or the pool is gone; nothing has
-        been copied then. Raises WireError, TransferFailed.
+        False if the event has not happened by deadline (monotonic seconds), or the pool is gone; what has
+        been copied then means nothing. Raises WireError, TransferFailed.
         """
-        if not 0 <= offset < offset + size <= self.size or event >= len(self._events):
+        events = self._events if self._own is None else [event.handle for event in self._own.events]
+        if self._own is not None and not events:
+            return False  # it is closed
+        if not 0 <= offset < offset + size <= self.size or event >= len(events):
             raise WireError(
                 f"{size} bytes at {offset} behind event {event} of a GPU pool of {self.size} bytes"
             )
@@ -91,10 +103,10 @@ class LentDevice:
             return False
         try:
             with self._runtime.current(self._device):
-                if event >= 0 and not self._await(self._events[event], deadline):
+                if event >= 0 and not self._await(events[event], deadline):
                     return False
                 self._copy(offset, size, target)
-            return True
+            return not self._sender.gone()  # a mapping outlives its owner, the bytes in it need not
         except GpuError as exc:
             raise TransferFailed(f"GPU copy from the sender's pool: {exc}") from exc
         finally:
@@ -129,13 +141,19 @@ class LentDevice:
             stream, done = self._idle.popleft()
         except IndexError:
             stream, done = runtime.stream_create(), runtime.event_create()
-        runtime.memcpy_async(target, self.address + offset, size, stream)
-        runtime.event_record(done, stream)
-        keep_until = time.monotonic() + KEEP_GIL_SECONDS
-        while not runtime.event_query(done):
-            if time.monotonic() >= keep_until:
-                self._waiting.event_synchronize(done)
-        self._idle.append((stream, done))
+        try:
+            runtime.memcpy_async(target, self.address + offset, size, stream)
+            runtime.event_record(done, stream)
+            keep_until = time.monotonic() + KEEP_GIL_SECONDS
+            while not runtime.event_query(done):
+                if time.monotonic() >= keep_until:
+                    self._waiting.event_synchronize(done)
+        except GpuError:
+            with suppress(GpuError):  # a lost context runs no copies any more
+                self._waiting.stream_synchronize(stream)
+            raise
+        finally:
+            self._idle.append((stream, done))
 
     def retire(self) -> None:
         """No new copies; unmap when the last one has ended. Idempotent."""
@@ -148,7 +166,8 @@ class LentDevice:
         waiting = self._waiting
         handle, self._handle = self._handle, b""
         events, self._events = self._events, []
-        with waiting.current(self._device):
+        self._sender.close()
+        with suppress(GpuError), waiting.current(self._device):  # a lost context has none of these
             while self._idle:
                 stream, done = self._idle.popleft()
                 waiting.stream_destroy(stream)
@@ -157,3 +176,11 @@ class LentDevice:
                 for event in events:
                     waiting.event_destroy(event)
                 waiting.release_memory(handle)
+
+
+def _open(pid: int) -> PeerProcess:
+    """Watch the process that lends its pool. Raises EngineUnavailable if there is none."""
+    try:
+        return PeerProcess(pid, os.pidfd_open(pid))
+    except OSError as exc:
+        raise EngineUnavailable(f"its process {pid} is out of reach: {exc}") from exc

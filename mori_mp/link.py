@@ -287,6 +287,8 @@ class Link:
         self._faults.report(logger, "sender_restarted", text, peer=self.address, level=logging.WARNING)
         if not same_stage:
             self.mailbox = Mailbox()
+            with self._map_lock:  # what a stage that is gone has lent keeps its memory from being free
+                self._retire_device()
             self._pulls.stage_replaced(welcome.epoch)
         else:
             self._pulls.control_replaced(welcome)
@@ -359,11 +361,11 @@ class Link:
         """Return the sender's GPU pool, mapped by borrow(); None if out of reach, which is said once."""
         with self._map_lock:
             welcome = self.welcome
-            if welcome is None or self._closed or not welcome.device_desc:
-                return None
-            if self._device is not None and self._device[0] == welcome.epoch:
+            if self._device is not None and welcome is not None and self._device[0] == welcome.epoch:
                 return self._device[1]
             self._retire_device()
+            if welcome is None or self._closed or not welcome.device_desc:
+                return None
             lent: LentDevice | None = None
             try:
                 lent = borrow(welcome.device_desc)

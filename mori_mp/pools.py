@@ -58,12 +58,12 @@ class Pools:
         """Return the packed descriptor of the GPU pool for workers; b"" if there is none."""
         return self.device.lend() if self.device is not None else b""
 
-    def close(self, late_device_writes: bool) -> None:
+    def close(self, device_in_use: str) -> None:
         """Let go of everything; memory goes when the last buffer in use does.
 
-        late_device_writes: a sender may still write into the GPU pool, which is then kept.
+        device_in_use: why others may still use the GPU pool, which is then kept; "" if they cannot.
         """
         self.passive.close()
         self.host.close()
         if self.device is not None:
-            self.device.close(late_device_writes)
+            self.device.close(device_in_use)

@@ -21,8 +21,10 @@ from mori_mp import codec
 from mori_mp.device_pool import DevicePool
 from mori_mp.managed import ManagedBuffer
 from mori_mp.shared import wire
+from mori_mp.shared.claims import Claims
 from mori_mp.shared.errors import PayloadError, PoolExhausted
 from mori_mp.shared.messages import HotToControl, Publish, Withdraw
+from mori_mp.shared.pool import BLOCK
 from mori_mp.shared.syscalls import copy_memory
 from mori_mp.shared.tracing import Tracer
 from mori_mp.slots import PoolSlots, Slots
@@ -136,14 +138,27 @@ class Publisher:
                     raise PayloadError(f"key {key[:80]!r}… leaves no room to name its GPU tensors")
                 copied.append((part, tensor.nbytes, *self._copy_to_device(self._device, tensor)))
         except BaseException:
-            for _, _, at, _ in copied:
-                self._give_back(at)
+            for _, _, at, event in copied:
+                self._give_back(at, event)
             self._slots.give_back(offset)
             raise
+        before = self._parts(name, key) if self._apart else []
         for part, size, at, event in copied:
             self._publish(name, part, at, size, True, began_ns, event, key)
         self._publish(name, key, offset, plan.nbytes, False, began_ns)
+        if before:  # those of the object that this one replaces
+            assert self._hot is not None
+            self._hot.send(Withdraw(before))
         return plan.nbytes
+
+    def _parts(self, name: str, key: str) -> list[int]:
+        """List the live GPU tensors of the object under a key."""
+        with self._lock:
+            return [
+                generation
+                for generation in self._by_name.get(name, ())
+                if self._live[generation].whole == key != self._live[generation].message.key
+            ]
 
     def _put_on_device(
         self, name: str, key: str, data: torch.Tensor, began_ns: int
@@ -151,6 +166,10 @@ class Publisher:
         """Publish a GPU tensor from the GPU pool; the copy is enqueued, not waited for."""
         pool = self._device
         assert pool is not None
+        try:
+            codec.check_plain(data)
+        except TypeError as exc:
+            raise PayloadError(f"cannot send {exc} as a raw payload") from exc
         size = data.nbytes
         if size == 0:
             return None
@@ -165,7 +184,7 @@ class Publisher:
         try:
             return self._slots.size + offset, pool.copy_in(offset, tensor)
         except BaseException:
-            pool.slots.give_back(offset)
+            pool.slots.give_back_read(offset)  # the copy may have been enqueued
             raise
 
     def _own_slot(self, data: ManagedBuffer) -> tuple[int, int] | None:
@@ -176,24 +195,23 @@ class Publisher:
         on_device = pool is not None and address == pool.address
         if not on_device and address != self._slots.pool.address:
             return None
-        offset = self._slots.size + data.offset if on_device else data.offset
+        slots: Slots = self._slots
+        offset, event = data.offset, -1
+        if on_device and pool is not None:
+            slots, offset, event = pool.slots, self._slots.size + data.offset, pool.mark()
         with self._lock:
             if offset in self._offsets:
                 return None  # published already: one block carries one publication, so copy
-            self._slots_of(offset)[0].share(data.offset)
+            slots.share(data.offset)
             self._offsets.add(offset)
-        return offset, pool.mark() if on_device and pool is not None else -1
+        return offset, event
 
-    def _slots_of(self, offset: int) -> tuple[Slots, int]:
-        """Return the pool of a published offset, and the offset within it."""
+    def _give_back(self, offset: int, event: int) -> None:
+        """Remove an owner of a published slot; a copy into the GPU pool may still be on its way."""
         if offset < self._slots.size:
-            return self._slots, offset
-        assert self._device is not None
-        return self._device.slots, offset - self._slots.size
-
-    def _give_back(self, offset: int) -> None:
-        slots, within = self._slots_of(offset)
-        slots.give_back(within)
+            self._slots.give_back(offset)
+        elif self._device is not None:
+            self._device.slots.give_back_written(offset - self._slots.size, event)
 
     def _alloc(self, slots: Slots, size: int) -> int:
         try:
@@ -244,6 +262,24 @@ class Publisher:
             now_ns = time.monotonic_ns()
             self._tracer.add("put", began_ns, now_ns, key, generation=message.generation, size=size)
 
+    def withdraw_from_device(self) -> bool:
+        """Keep receivers from reading the GPU pool any more; False if one is just doing so.
+
+        For the end of the connector, when its control process is gone: a receiver that claims a payload now
+        finds that it is not there.
+        """
+        pool, free = self._slots.pool, True
+        claims = Claims(pool.fd)
+        with self._lock:
+            slots = [p.message.offset // BLOCK for p in self._live.values() if p.message.offset >= pool.size]
+        for slot in slots:
+            if claims.exclude(slot):
+                pool.board.clear(slot)
+                claims.drop(slot)
+            else:
+                free = False
+        return free
+
     # ------------------------------------------------------------------------- release
     def collect(self) -> None:
         """Take back the memory that the control process has freed; never waits."""
@@ -262,7 +298,7 @@ class Publisher:
                 of_name.discard(generation)
                 if not of_name:
                     del self._by_name[publication.name]
-            self._give_back(publication.message.offset)
+            self._give_back(publication.message.offset, publication.message.event)
 
     def withdraw(self, name: str, key: str | None = None) -> int:
         """Withdraw what was put under name: on every edge, or only the internal key. Returns how many."""

@@ -42,6 +42,9 @@ SPIN_SECONDS = 0.0001
 """A notice that complete metadata promises is looked for so long before the thread sleeps: to be woken takes
 about as long."""
 
+_FIRST_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.1
+
 NOTICE_GRACE_SECONDS = 0.02
 """A Ready notice overtakes a pull of our own; with complete metadata we give it this long to arrive."""
 
@@ -134,11 +137,18 @@ class Receiver:
 
     def _get(self, wanted: Wanted, deadline: float | None) -> tuple[Any, int] | None:
         link = self.link(wanted.host, wanted.port, wanted.edge)
-        if self._intake.any_late:
+        pause = _FIRST_PAUSE_SECONDS
+        while self._intake.any_late:
             self._intake.drop_late()
-            late = self._intake.take_late(wanted.key, self._fetcher.tensors_from(link))
-            if late is not None:
-                return late
+            late = self._intake.take_late(wanted.key, deadline)
+            if late is not None or not self._intake.has_late(wanted.key):
+                if late is not None:
+                    return late
+                break
+            # An object whose GPU tensors have not come.
+            if deadline is None or time.monotonic() >= deadline or self._board.closed:
+                return None
+            pause = self._pause(pause, deadline)
         if not self._reached(link, wanted, deadline):
             return None
         while True:
@@ -172,6 +182,12 @@ class Receiver:
             if self._board.closed:
                 return None
             wanted = wanted._replace(size=0)
+            pause = self._pause(pause, deadline)
+
+    def _pause(self, seconds: float, deadline: float) -> float:
+        """Wait before a payload is tried again; returns how long to wait the next time."""
+        self._board.wait(lambda: None, min(deadline, time.monotonic() + seconds))
+        return min(2 * seconds, _LONGEST_PAUSE_SECONDS)
 
     def _reached(self, link: Link, wanted: Wanted, deadline: float | None) -> bool:
         """Tell whether the sender has answered yet; the first caller of a link waits for that a little."""

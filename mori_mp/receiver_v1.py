@@ -68,7 +68,8 @@ class V1Receiver:
             self._intake.fault("get_refused", text, wanted.key, link)
             return None
         found_there = self._intake.finish(wanted.key, fast_path, slot.landed(), "landing")
-        self._meters.fetched(wanted, known_ns, size, 0, "")
+        if found_there is not None:
+            self._meters.fetched(wanted, known_ns, size, 0, "")
         return found_there
 
     def _query(self, link: Link, key: str, deadline: float | None) -> wire.QueryResponse | None:

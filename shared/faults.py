@@ -29,6 +29,7 @@ CAUSES = (  # every cause that is reported anywhere; docs/health-schema.md expla
     "get_failed",
     "get_refused",
     "get_timeout",
+    "gpu_failed",
     "holder_died",
     "notice_dropped",
     "notice_invalid",

@@ -40,6 +40,7 @@ MAX_NOTICE_BYTES = MAX_EAGER_BYTES + (16 << 10)
 MAX_AUDIT_KEYS = 32
 MAX_SETTLED = 4096
 MAX_EDGES = 64
+MAX_PAYLOAD_BYTES = 1 << 48
 MAX_PID = 1 << 22  # PID_MAX_LIMIT of the kernel
 
 TRANS_DONE = b"trans_done"
@@ -291,7 +292,10 @@ def decode_notice(payload: bytes | memoryview) -> Notice:
     if view[: len(MAGIC)] != MAGIC:
         raise WireError(f"no v2 message: {bytes(view[:16])!r}")
     try:
-        return _notice_decoder.decode(view[len(MAGIC) :])
+        notice = _notice_decoder.decode(view[len(MAGIC) :])
+        if isinstance(notice, Ready) and not 0 < notice.size <= MAX_PAYLOAD_BYTES:
+            raise WireError(f"notice of a payload of {notice.size} bytes")
+        return notice
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
         raise WireError(f"undecodable notice of {len(view)} bytes: {exc}") from None
 

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -40,6 +41,7 @@ _SPIN_POLLS = 64
 _MAX_PAUSE_MS = 1
 _LINGER_MS = 200
 _TRACE_FLUSH_MS = 1000
+_TRY_AGAIN_SECONDS = 1.0
 
 
 class _UnderWay:
@@ -49,6 +51,14 @@ class _UnderWay:
         self.write_id = write_id
         self.transfer = transfer
         self.started_ns = started_ns
+
+
+class _Refused(NamedTuple):
+    """A peer that could not be registered; since is monotonic seconds. What was in the way may pass."""
+
+    message: AddPeer
+    error: str
+    since: float
 
 
 class TransferWorker:
@@ -66,7 +76,7 @@ class TransferWorker:
         self._socket.connect(setup.jobs_endpoint)
         self._borrowed: BorrowedPool | None = None
         self._peers: dict[int, Engine] = {}  # which engine writes to each
-        self._refused_peers: dict[int, str] = {}
+        self._refused_peers: dict[int, _Refused] = {}
         self._under_way: list[_UnderWay] = []
         self._prefaulted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._prefault_error = ""
@@ -165,7 +175,7 @@ class TransferWorker:
                 logger.exception("undecodable message from the control process")
                 continue
             if isinstance(message, Job):
-                self._submit(message)
+                self._submit(loaded, message)
             elif isinstance(message, AddPeer):
                 self._add_peer(loaded, message)
             elif isinstance(message, DropPeer):
@@ -201,19 +211,26 @@ class TransferWorker:
             engine = self._engine_for(loaded, message)
             engine.add_peer(message.peer, message.engine_desc, message.mem_desc)
             self._peers[message.peer] = engine
+            self._refused_peers.pop(message.peer, None)
         except MoriMPError as exc:
             logger.error("receiver memory cannot be registered: %s", exc)
-            self._refused_peers[message.peer] = str(exc)
+            self._refused_peers[message.peer] = _Refused(message, str(exc), time.monotonic())
         except Exception as exc:  # a peer may send anything: what a backend makes of it must not end us
             logger.exception("receiver memory cannot be registered")
-            self._refused_peers[message.peer] = f"{type(exc).__name__}: {exc}"
+            error = f"{type(exc).__name__}: {exc}"
+            self._refused_peers[message.peer] = _Refused(message, error, time.monotonic())
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, loaded: list[Engine], job: Job) -> None:
         started = time.monotonic_ns()
         engine = self._peers.get(job.peer)
         if engine is None:
-            refused = self._refused_peers.get(job.peer, f"peer {job.peer} is not registered")
-            self._tell(JobDone(job.write_id, refused, 0))
+            refused = self._refused_peers.get(job.peer)
+            if refused is not None and time.monotonic() - refused.since >= _TRY_AGAIN_SECONDS:
+                self._add_peer(loaded, refused.message)
+                engine, refused = self._peers.get(job.peer), self._refused_peers.get(job.peer)
+        if engine is None:
+            error = refused.error if refused is not None else f"peer {job.peer} is not registered"
+            self._tell(JobDone(job.write_id, error, 0))
             return
         try:
             transfer = engine.submit(
