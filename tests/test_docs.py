@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
 import os
 import re
 import subprocess
 import sys
+from collections import OrderedDict, defaultdict, deque
+from datetime import datetime, timedelta, timezone
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
+from uuid import UUID
 
+import msgspec
+import numpy
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
-from mori_mp import cli
+from mori_mp import cli, codec
 from mori_mp.shared import messages, wire
+from mori_mp.shared.errors import PayloadError
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CLI = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+PAYLOADS = (ROOT / "docs" / "payloads.md").read_text(encoding="utf-8")
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
@@ -93,11 +104,24 @@ def test_the_protocol_names_every_internal_message(channel: str) -> None:
 
 
 # -------------------------------------------------------------------------------- README
+_ASK = """
+    import json
+
+    deadline = time.monotonic() + 10
+    while True:
+        report = sender.health()
+        ended = report["sender"]["ledger"]["counters"] if "ledger" in report["sender"] else {}
+        done = sum(ended.get(f"delivered_{how}", 0) for how in ("eager", "lease", "landing"))
+        if done == 2 and not report["pool"]["used_bytes"] or time.monotonic() > deadline:
+            break
+    print(json.dumps(report))
+"""
+
+
 @pytest.fixture(scope="module")
 def example_output() -> list[str]:
     """What the README's example prints, and as its last line the sender's health report."""
-    ask = "    import json\n    print(json.dumps(sender.health()))\n"
-    result = run_python("-c", part(README, "example", "python") + ask)
+    result = run_python("-c", part(README, "example", "python") + _ASK)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -109,9 +133,24 @@ def test_the_readme_example_prints_what_the_readme_says(example_output: list[str
 
 
 @pytest.mark.xdist_group("docs")
-def test_the_readme_health_report_has_only_keys_that_exist(example_output: list[str]) -> None:
-    shown = json.loads(part(README, "health", "json"))
-    assert keys(shown) - keys(json.loads(example_output[-1])) == set()
+def test_the_readme_health_report_has_the_keys_that_it_says(example_output: list[str]) -> None:
+    shown, real = json.loads(part(README, "health", "json")), json.loads(example_output[-1])
+    assert keys(shown) - keys(real) == set()
+    left_out = README.split("<!-- health:begin -->")[0].rpartition("## Reading health()")[2]
+    assert real.keys() - shown.keys() == {name for name in real if f"`{name}`" in left_out}
+    for part_of in ("pool", "sender"):
+        assert keys(shown[part_of]) == keys(real[part_of])
+
+
+@pytest.mark.xdist_group("docs")
+def test_the_readme_health_report_counts_what_the_example_does(example_output: list[str]) -> None:
+    shown, real = (json.loads(text) for text in (part(README, "health", "json"), example_output[-1]))
+    for name in ("status", "puts", "bytes_transferred", "pool"):
+        assert shown[name] == real[name]
+    ended = [report["sender"]["ledger"]["counters"] for report in (shown, real)]
+    for counters in ended:  # may differ from run to run: a receipt that came twice
+        counters.pop("stale_events")
+    assert ended[0] == ended[1]
 
 
 def keys(value: Any, path: str = "") -> set[str]:
@@ -124,6 +163,77 @@ def keys(value: Any, path: str = "") -> set[str]:
         for inner in value:
             found |= keys(inner, f"{path}[]")
     return found
+
+
+# ------------------------------------------------------------------------------- payloads
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Box:
+    side: tuple[int, int] = (1, 2)
+
+
+class Crate(msgspec.Struct):
+    side: tuple[int, int] = (1, 2)
+
+
+class Point(NamedTuple):
+    x: int
+
+
+_UTC = datetime(2026, 1, 2, tzinfo=timezone.utc)
+_ROWS: list[tuple[str, list[tuple[Any, Any]]]] = [  # how a row ends; what is put, and what comes
+    ("itself", [(x, x) for x in (None, True, -(2**63), 2**64 - 1, 1.5, "a", b"a")]),
+    ("itself", [([1, [2]], [1, [2]]), ({"a": 1, 2: None}, {"a": 1, 2: None})]),
+    (
+        "`list`",
+        [((1, (2,)), [1, [2]]), (Point(1), [1]), ({1}, [1]), (frozenset([1]), [1]), (torch.Size([3]), [3])],
+    ),
+    ("`[start, stop, step]`", [(slice(1, 2), [1, 2, None])]),
+    ("`dict`", [(OrderedDict(a=1), {"a": 1}), (defaultdict(int, a=1), {"a": 1})]),
+    ("`bytes`", [(bytearray(b"a"), b"a"), (memoryview(b"a"), b"a")]),
+    ("`dict` of its fields", [(Box(), {"side": [1, 2]}), (Crate(), {"side": [1, 2]})]),
+    ("its value", [(Colour.RED, "red")]),
+    ("itself", [(_UTC, _UTC)]),
+    (
+        "`str`",
+        [
+            (_UTC.replace(tzinfo=None), "2026-01-02T00:00:00"),
+            (_UTC.date(), "2026-01-02"),
+            (_UTC.time(), "00:00:00"),
+            (timedelta(seconds=3), "PT3S"),
+            (Decimal("1.5"), "1.5"),
+            (UUID(int=1), "00000000-0000-0000-0000-000000000001"),
+        ],
+    ),
+    ("`bool`, `int`, `float`", [(numpy.bool_(True), True), (numpy.int64(3), 3), (numpy.float32(1.5), 1.5)]),
+    ("C order", [(x, x) for x in map(numpy.array, ([[1, 2]], [True], ["ab"], [1j]))]),
+    ("on the receiver's GPU", [(torch.ones(2, 3).T.bfloat16(), torch.ones(3, 2).bfloat16())]),
+]  # images and vLLM's objects have tests of their own
+_REFUSED = [2**64, 1j, numpy.complex64(1), deque(), range(3), Path("a"), len, ValueError(), torch.int8]
+_REFUSED += [torch.device("cpu"), torch.eye(2).to_sparse(), numpy.array([None]), object()]
+
+
+def test_payloads_come_as_the_table_says() -> None:
+    lines = PAYLOADS.split("| what is put |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(lines) == len(_ROWS) + 2
+    for line, (end, samples) in zip(lines, _ROWS, strict=False):
+        assert line.endswith(f"{end} |")
+        for given, expected in samples:
+            came = codec.decode(codec.plan(given).to_bytes())
+            assert type(came) is type(expected), (line, given)
+            if isinstance(came, torch.Tensor | numpy.ndarray):
+                assert came.dtype == expected.dtype
+                came, expected = came.tolist(), expected.tolist()
+            assert came == expected, line
+
+
+@pytest.mark.parametrize("given", _REFUSED, ids=lambda given: type(given).__name__)
+def test_payloads_that_the_page_says_are_refused(given: Any) -> None:
+    with pytest.raises(PayloadError):
+        codec.plan({"given": given})
 
 
 # ------------------------------------------------------------------------------ the probe
