@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, NamedTuple
@@ -24,6 +25,7 @@ from msgspec import Meta
 
 from mori_mp import config_keys
 from mori_mp.config_keys import KeyDoc, key
+from mori_mp.shared import files
 from mori_mp.shared.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,13 @@ def _read_role(value: Any) -> Any:
 
 def _read_device_name(value: Any) -> Any:
     return "" if config_keys.read_lower(value) == "auto" else value
+
+
+def _read_file(value: Any) -> Any:
+    """A path whose placeholders are those that mori_mp.shared.files.expand() replaces."""
+    if isinstance(value, str) and not set(re.findall(r"\{\w*\}", value)) <= files.PLACEHOLDERS:
+        raise ValueError(value)
+    return value
 
 
 def _read_pin(value: Any) -> Any:
@@ -62,7 +71,7 @@ _Host = Annotated[str, Meta(pattern=r"^[^\s/]*$")]
 
 _HOST_TEXT = "a host name or IP address, or `auto` (also empty, `*`, `0.0.0.0`, `::`) for the detected one"
 _SIZE_TEXT = "a whole number, or text such as 512MiB = 512M (powers of 1024) or 1GB (of 1000)"
-_FILE_TEXT = "a path; `{pid}` (the stage's) and `{stage}` are replaced"
+_FILE_TEXT = "a path; `{pid}` (the stage's) and `{stage}` are replaced, other words in braces refused"
 _CPULIST_TEXT = "a kernel cpulist such as 0-3,8; empty = automatic"
 
 
@@ -300,6 +309,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
             "File that health documents are written to: at faults, on SIGUSR1 to the control process, and"
             " periodically; empty = none.",
             allowed=_FILE_TEXT,
+            read=_read_file,
         ),
     ] = ""
     health_dump_interval_seconds: Annotated[
@@ -318,6 +328,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
             "File that the spans of all transfers are written to when the connector closes, for Perfetto;"
             " empty = none.",
             allowed=_FILE_TEXT,
+            read=_read_file,
         ),
     ] = ""
     log_level: Annotated[
@@ -347,6 +358,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"the connector's configuration has {len(problems)} problems:{lines}")
         for text in misspelt_keys(config):
             config_keys.warn_once(text)
+        half = found.get("sender_host") is not None and "sender_zmq_port" not in found
+        if half and found.get("role") == "receiver":
+            logger.warning(
+                "sender_host=%r without sender_zmq_port: get() knows no sender until its metadata or "
+                "update_sender_info() names one",
+                found["sender_host"],
+            )
         _settle_device_name(found)
         return ConnectorConfig(**found)
 

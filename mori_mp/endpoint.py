@@ -6,6 +6,7 @@ import socket
 from functools import lru_cache
 
 from mori_mp.shared.errors import StartupError
+from mori_mp.shared.listening import cannot_listen
 
 AUTO_HOSTS = frozenset({"", "auto", "*", "0.0.0.0", "::"})
 
@@ -49,7 +50,4 @@ def check_bindable(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as exc:
-        raise StartupError(
-            f"cannot listen on {host}:{port}: {exc.strerror}. Another program has this port, or the host is "
-            f"not an address of this machine; change zmq_port or host."
-        ) from exc
+        raise StartupError(cannot_listen(host, port, exc.errno, exc.strerror or str(exc))) from exc

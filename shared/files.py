@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+PLACEHOLDERS = frozenset({"{pid}", "{stage}"})
+
 
 def expand(path: str, *, pid: int, stage: int) -> Path:
     """Put the stage's pid and number into a configured path: `{pid}`, `{stage}`. Other braces stay."""

@@ -130,7 +130,8 @@ class Pool:
                 raise WireError(f"{desc} names {link!r}, which is no pool")
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as exc:
-            raise EngineUnavailable(f"pool {desc.name} of process {desc.pid} is out of reach: {exc}") from exc
+            why = _forbidden(desc.pid) if isinstance(exc, PermissionError) else str(exc)
+            raise EngineUnavailable(f"pool {desc.name} of process {desc.pid} is out of reach: {why}") from exc
         try:
             stat = os.fstat(fd)
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -165,6 +166,18 @@ class Pool:
         if fd >= 0:
             os.close(fd)
             del self._anchor, self.board, self.view, self._map
+
+
+def _forbidden(pid: int) -> str:
+    """Why this process may not open the files of another one."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            owner = next(int(line.split()[1]) for line in status if line.startswith("Uid:"))
+    except OSError as exc:
+        return str(exc)
+    if owner != os.geteuid():
+        return f"it belongs to another user (uid {owner}, this is {os.geteuid()}); run all stages as one user"
+    return "its files are closed to others (PR_SET_DUMPABLE 0, ptrace rules); see mori-mp doctor"
 
 
 def total_bytes(size: int, device_bytes: int = 0) -> int:

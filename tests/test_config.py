@@ -233,6 +233,8 @@ def test_accepted(key: str, given_value: Any, value: Any) -> None:
         ("pin", "atuo", "`force`"),
         ("pin", True, "`force`"),
         ("log_level", "LOUD", "`INFO`"),
+        ("health_dump_path", "/d/{stage}-{host}.json", "`{stage}`"),
+        ("trace_path", "{}.json", "`{stage}`"),
     ],
 )
 def test_refused_naming_key_value_and_what_is_allowed(key: str, value: Any, allowed: str) -> None:
@@ -456,6 +458,15 @@ def test_no_listener_says_why(keys: dict[str, Any], words: str) -> None:
     assert config.listener_endpoint() is None
     assert words in config.no_listener_reason()
     assert "outgoing" in config.no_listener_reason()
+
+
+def test_half_a_sender_endpoint_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    read(role="receiver", sender_host="10.0.0.2", sender_zmq_port=50051)
+    read(role="sender", sender_host="10.0.0.2")
+    assert caplog.messages == []
+    read(role="receiver", sender_host="10.0.0.2")
+    (text,) = caplog.messages
+    assert "sender_zmq_port" in text
 
 
 # ---- keys that are not ours

@@ -67,6 +67,32 @@ def test_a_port_that_is_taken_is_found_when_it_is_made(make_connector: Factory) 
             make_connector.sender(start="on_use", zmq_port=port)
 
 
+@pytest.mark.parametrize("start", ["at_once", "on_use"])
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("no-such-host.invalid", "'no-such-host.invalid' does not resolve"),
+        ("192.0.2.7", "is not an address of"),
+    ],
+)
+def test_a_host_that_is_none_of_this_machine_is_blamed(
+    start: str, host: str, said: str, make_connector: Factory
+) -> None:
+    with pytest.raises(StartupError, match=said) as caught:
+        make_connector.sender(start=start, host=host, zmq_port=50999)
+    assert "Another program" not in str(caught.value)
+
+
+def test_an_interpreter_that_is_not_there_is_blamed(make_connector: Factory) -> None:
+    with pytest.raises(
+        StartupError, match=r"worker process: /nope/python: No such file.*worker_python"
+    ) as caught:
+        make_connector.sender(worker_python="/nope/python")
+    text = str(caught.value)
+    assert "cannot listen" not in text
+    assert "control process of stage=0" in text
+
+
 def test_a_port_that_was_taken_since_fails_the_put_only(make_connector: Factory, port: int) -> None:
     sender = make_connector.sender(start="on_use", zmq_port=port, worker_mode="thread")
     other = make_connector.sender(zmq_port=port, worker_mode="thread")

@@ -136,6 +136,22 @@ def test_a_pool_of_another_process_is_reached() -> None:
     pool.close()
 
 
+@pytest.mark.parametrize(("uid", "said"), [(12345, "another user .uid "), (os.geteuid(), "PR_SET_DUMPABLE")])
+def test_a_pool_that_may_not_be_opened_is_explained(
+    uid: int, said: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> str:
+        raise PermissionError(13, "Permission denied", path)
+
+    desc = pool.descriptor()
+    host = pool_module.host_id()
+    monkeypatch.setattr(pool_module, "host_id", lambda: host)
+    monkeypatch.setattr("os.readlink", refuse)
+    monkeypatch.setattr("os.geteuid", lambda: uid)
+    with pytest.raises(EngineUnavailable, match=said):
+        Pool.open_peer(desc)
+
+
 def change(pool: Pool, **changes: Any) -> PoolDescriptor:
     return msgspec.structs.replace(pool.descriptor(), **changes)
 

@@ -33,8 +33,9 @@ import zmq
 from mori_mp.shared import messages
 from mori_mp.shared.affinity import pin_self
 from mori_mp.shared.claims import Claims
-from mori_mp.shared.errors import MoriMPError
+from mori_mp.shared.errors import MoriMPError, StartupError
 from mori_mp.shared.lane import is_lane
+from mori_mp.shared.listening import cannot_listen
 from mori_mp.shared.messages import ControlSetup, HealthRequest, Publish, Shutdown, StageFault, StageReport
 from mori_mp.shared.pool import Pool, host_id
 from mori_mp.shared.procinfo import startup_line
@@ -130,7 +131,7 @@ class ControlLoop:
             try:
                 self._open(jobs)
             except (zmq.ZMQError, MoriMPError, OSError) as exc:
-                self._tell_stage(messages.Failed(self._explain(exc)))
+                self._tell_stage(messages.Failed(str(exc)))
                 return
             next_tick = time.monotonic() + _TICK_SECONDS
             while self._running:
@@ -165,7 +166,10 @@ class ControlLoop:
 
     def _open(self, jobs: zmq.Socket[bytes]) -> None:
         setup, reactor = self._setup, self._reactor
-        self._front.bind(setup.port)
+        try:
+            self._front.bind(setup.port)
+        except zmq.ZMQError as exc:
+            raise StartupError(cannot_listen(setup.host, setup.port, exc.errno, exc.strerror)) from exc
         jobs.setsockopt(zmq.ROUTER_MANDATORY, 1)
         jobs.bind(setup.jobs_endpoint)
         self._jobs = jobs
@@ -370,15 +374,6 @@ class ControlLoop:
         asked = format_cpulist(self._setup.cpus)
         control = Child("control", None, os.getpid(), True, False, uptime, restarts, asked)
         return [control, *(worker_child(worker, False) for worker in self._crew.report())]
-
-    def _explain(self, exc: Exception) -> str:
-        where = f"{self._setup.host}:{self._setup.port}"
-        if isinstance(exc, zmq.ZMQError) and exc.errno in (zmq.EADDRINUSE, zmq.EADDRNOTAVAIL):
-            return (
-                f"cannot listen on {where}: {exc.strerror}. Another program has this port, or the host is "
-                f"not an address of this machine; change zmq_port or host."
-            )
-        return f"cannot listen on {where}: {exc}"
 
 
 def _bracketed(host: str) -> str:

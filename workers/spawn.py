@@ -101,7 +101,8 @@ def spawn(
             cwd="/",
         )
     except OSError as exc:
-        raise StartupError(f"cannot start {setup.role} process with {argv[0]}: {exc}") from exc
+        fix = "" if own else "; set worker_python to a Python interpreter of this machine"
+        raise StartupError(f"cannot start {setup.role} process: {argv[0]}: {exc.strerror}{fix}") from exc
     assert process.stdin is not None
     try:
         process.stdin.write(msgspec.json.encode(setup) + b"\n")

@@ -109,6 +109,7 @@ class Supervisor:
         self._admin: socket.socket | None = None
         self._fence_fd = -1
         self._relay = Relay(template.label)
+        self._name = template.label.removeprefix("control ")
         self._output_fd, self._output_write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._output_write_fd, False)  # for the children, which inherit it
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -130,7 +131,7 @@ class Supervisor:
         if self._start_error:
             story = "; ".join(self._relay.last_lines[-3:])
             raise StartupError(
-                f"control process of {self._template.label} could not start: {self._start_error}"
+                f"control process of {self._name} could not start: {self._start_error}"
                 + (f" (its last output: {story})" if story else "")
             )
 
@@ -248,17 +249,17 @@ class Supervisor:
                 f"control process ended {len(self._deaths)} times within {RESTART_WINDOW_SECONDS:.0f} s "
                 f"(last status {status}); see the log lines before this one"
             )
-            text = f"{self._template.label}: {self.failed}. This connector sends nothing more."
+            text = f"{self._name}: {self.failed}. This connector sends nothing more."
             self._faults.report(logger, "control_given_up", text, level=logging.CRITICAL)
             return
         self.restarts += 1
-        text = f"{self._template.label}: control process (pid {control.pid}) ended with status {status}"
+        text = f"{self._name}: control process (pid {control.pid}) ended with status {status}"
         self._faults.report(logger, "control_died", f"{text}; starting another and replaying to it")
         try:
             self._start_control()
         except MoriMPError as exc:
             self.failed = str(exc)
-            text = f"{self._template.label}: {exc}"
+            text = f"{self._name}: {exc}"
             self._faults.report(logger, "control_given_up", text, level=logging.CRITICAL)
 
     def _fence(self, control: Control) -> None:
@@ -271,7 +272,7 @@ class Supervisor:
         poller.register(self._fence_fd, select.POLLIN)
         if not poller.poll(_KILL_SECONDS * 1000):
             text = (
-                f"{self._template.label}: processes of group {control.pid} survive SIGKILL; their writes "
+                f"{self._name}: processes of group {control.pid} survive SIGKILL; their writes "
                 f"cannot be ruled out"
             )
             self._faults.report(logger, "fence_failed", text, level=logging.CRITICAL)
