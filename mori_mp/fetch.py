@@ -131,8 +131,9 @@ class Fetcher:
                     claim.drop()
         if claim is None or not copied:
             return None
+        ours = link.mailbox.mark_taken(generation)  # before the sender is told, which takes in notices
         claim.end()
-        if not link.mailbox.mark_taken(generation):
+        if not ours:
             slot.give_back()
             return None
         return self._finish(order, ready.fast_path, slot.landed(), "lease")

@@ -150,6 +150,10 @@ class Stage:
     def close(self) -> None:
         self._ours().close()
 
+    def reuse_memory(self, size: int) -> None:
+        """Write over whatever memory the GPU's allocator hands out now."""
+        self._accelerator.allocate(size, self._device).fill_(0xEE)
+
     # --------------------------------------------------------------------------- figures
     def spin(self, on: bool) -> None:
         """Start or stop a thread that wants the GIL all the time."""

@@ -104,6 +104,20 @@ def test_a_miss_returns_at_once(shared_pair: Pair) -> None:
     assert counter(shared_pair.receiver, "misses") == misses + 200
 
 
+@pytest.mark.parametrize("size", [(1 << 62) + 1, -5, "many", 1.5])
+def test_impossible_sizes_in_metadata_are_ignored(shared_pair: Pair, size: Any) -> None:
+    metadata = shared_pair.put(f"size {size}", b"payload")
+    faults = shared_pair.receiver.health()["faults"]["counts"].get("get_failed", 0)
+    wrong = {**metadata, "data_size": size}
+    found = shared_pair.receiver.get_with_deadline(
+        "0", "1", f"size {size}", wrong, deadline=time.monotonic() + 10
+    )
+    assert found is not None
+    assert bytes(found[0].to_bytes()) == b"payload"
+    found[0].release()
+    assert shared_pair.receiver.health()["faults"]["counts"]["get_failed"] == faults + 1
+
+
 def test_delivered_once(shared_pair: Pair) -> None:
     metadata = shared_pair.put(KEY, b"payload")
     assert shared_pair.wait_bytes(KEY) == b"payload"

@@ -142,6 +142,12 @@ def test_an_older_peer_may_leave_out_the_optional_fields(
     assert old == msgspec.structs.replace(message, **defaults)
 
 
+@pytest.mark.parametrize("size", [0, -1, wire.MAX_PAYLOAD_BYTES + 1])
+def test_a_notice_of_an_impossible_size_is_refused(size: int) -> None:
+    with pytest.raises(WireError, match=f"{size} bytes"):
+        wire.decode_notice(wire.encode(wire.Ready("k@0_1", 5, size, True, memoryview(b""))))
+
+
 def test_a_sender_takes_no_notices_and_a_receiver_no_requests() -> None:
     with pytest.raises(WireError):
         wire.decode_request(wire.encode(NOTICES[0]))
