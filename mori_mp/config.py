@@ -130,7 +130,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend_type: Annotated[
         Literal["auto", "rdma", "xgmi", "fabric", "shm", "cuda_ipc"],
         key(
-            "Transfer engine; `auto` takes the best one that pool device, host and peer allow.",
+            "Transfer engine. `auto` takes the first that this host can run, whatever the peer has: with a"
+            " host pool `rdma`, `shm`; with a GPU pool `xgmi`, `rdma`, `cuda_ipc`. Name one in production.",
             mistaken=("backend",),
         ),
     ] = "auto"
