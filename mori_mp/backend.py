@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +21,7 @@ from mori_mp.workers.engines.gpu_runtime import PATH_ENV
 
 logger = logging.getLogger(__name__)
 
-_GET_MORI = "install it with `pip install 'mori-mp[mori]'` (package amd-mori; CPython 3.10 or 3.12, ROCm)"
-
-
+_MORI_PYTHONS = ((3, 10), (3, 12))
 _OPTIONS = (
     "xgmi_num_streams",
     "xgmi_num_events",
@@ -38,6 +37,17 @@ _OPTIONS = (
     "poll_cq_mode",
     "device_name",
 )
+
+
+def how_to_get_mori(python: tuple[int, int] = sys.version_info[:2]) -> str:
+    """What to do where Mori is missing: there are wheels of it for some versions of Python only."""
+    if python in _MORI_PYTHONS:
+        return "install it with `pip install 'mori-mp[mori]'` (package amd-mori; needs ROCm)"
+    wanted = " or ".join(f"{major}.{minor}" for major, minor in _MORI_PYTHONS)
+    return (
+        f"its package amd-mori is for CPython {wanted}, and this is {python[0]}.{python[1]}: run the stages "
+        f"with one of those, or, where a stage only sends, its workers (worker_python)"
+    )
 
 
 class Choice(NamedTuple):
@@ -86,7 +96,7 @@ def _require(engine: str, config: ConnectorConfig) -> None:
     if engine in mori_api.BACKENDS and not others and find_spec("mori") is None:
         also = ", also in the interpreter of a stage that receives" if config.worker_python else ""
         raise EngineUnavailable(
-            f"backend_type={engine} needs Mori, which is not installed{also}; {_GET_MORI}"
+            f"backend_type={engine} needs Mori, which is not installed{also}; {how_to_get_mori()}"
         )
     if engine == "rdma" and not _rdma_devices():
         raise EngineUnavailable(

@@ -7,7 +7,7 @@ never needs them. Each command lives in a module of its own, named in COMMANDS a
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,9 +46,18 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
 
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"mori-mp {metadata.version('mori-mp')}")
+            raise typer.Exit
+
+    asked = typer.Option(
+        False, "--version", callback=show_version, is_eager=True, help="Print the version, and end."
+    )
+
     @app.callback()
-    def root() -> None:
-        """Keep commands as subcommands, even while there is only one."""
+    def root(version: bool = asked) -> None:
+        """Options of the command itself; having them keeps every command a subcommand."""
 
     for name, place in COMMANDS.items():
         module, _, function = place.partition(":")

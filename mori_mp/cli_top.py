@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +60,8 @@ def top(
     """Show the connectors of this host that listen, and their processes.
 
     Asks the control processes, not the stages: a stage that is stuck shows too.
-    Run it as the stages' user, in their container. Ctrl-C ends it.
+    Run it as the stages' user, in their container. Ctrl-C ends it. Into a pipe
+    or a file it prints table after table.
 
     Rates are those since the last look. "published" to "in flight" count
     payloads, "misses" get() calls that found nothing (a stage that polls has
@@ -77,18 +79,24 @@ def top(
     if once or json_out or svg is not None:
         raise typer.Exit(_print_once(base, interval, json_out, svg))
     console = table_console()
-    samples = observe.observe(base)
-    try:
-        with Live(
-            view(observe.rows(samples, {}), base, console), console=console, auto_refresh=False
-        ) as live:
-            while True:
-                time.sleep(interval)
-                before = {sample.key: sample for sample in samples}
-                samples = observe.observe(base)
-                live.update(view(observe.rows(samples, before), base, console), refresh=True)
-    except KeyboardInterrupt:
-        return
+    with suppress(KeyboardInterrupt):
+        views = _views(base, interval, console)
+        if not console.is_terminal:  # where nothing can be redrawn, each look is printed as it comes
+            for tables in views:
+                console.print(tables)
+        with Live(next(views), console=console, auto_refresh=False) as live:
+            for tables in views:
+                live.update(tables, refresh=True)
+
+
+def _views(base: Path, interval: float, console: Console) -> Iterator[Group | Text]:
+    """What there is to see, now and after each interval, for ever."""
+    before: dict[str, Sample] = {}
+    while True:
+        samples = observe.observe(base)
+        yield view(observe.rows(samples, before), base, console)
+        before = {sample.key: sample for sample in samples}
+        time.sleep(interval)
 
 
 def _print_once(base: Path, interval: float, json_out: bool, svg: Path | None) -> int:

@@ -18,7 +18,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from mori_mp.backend import choose
+from mori_mp.backend import choose, how_to_get_mori
 from mori_mp.config import ConnectorConfig, misspelt_keys
 from mori_mp.deploy import load_deploy
 from mori_mp.doctor_host import Finding as Finding
@@ -40,7 +40,7 @@ _MIB = 1 << 20
 _ENGINES = ("shm", "cuda_ipc", "xgmi", "rdma", "fabric")
 _NEEDED = {"torch": "torch", "zmq": "pyzmq", "msgspec": "msgspec", "psutil": "psutil", "yaml": "pyyaml"}
 _OPTIONAL = {
-    "mori": ("amd-mori", "engines rdma, xgmi and fabric: pip install 'mori-mp[mori]' (CPython 3.10 or 3.12)"),
+    "mori": ("amd-mori", f"engines rdma, xgmi and fabric: {how_to_get_mori()}"),
     "vllm_omni": ("vllm-omni", "the host whose stages use connectors: pip install vllm-omni"),
     "prometheus_client": ("prometheus-client", "metrics: pip install 'mori-mp[metrics]'"),
 }

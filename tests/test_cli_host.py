@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from connector_support import (
 )
 from typer.testing import CliRunner, Result
 
-from mori_mp import cli, cli_health, doctor_host, observe
+from mori_mp import cli, cli_health, cli_top, doctor_host, observe
 from mori_mp.observe import Row, Sample
 from mori_mp.shared import registry
 from mori_mp.shared.errors import PoolUnbacked
@@ -200,6 +201,21 @@ def test_top_shows_every_column_at_any_width(
     words = {word for line in lines for word in line.replace("┃", " ").replace("│", " ").split()}
     assert {"puts/s", "published", "leased", "flight", "errors", "restarts", "RSS", "state", "asked"} <= words
     assert {"healthy", "25.0", "control", "sleeping"} <= words
+
+
+def test_top_into_a_pipe_prints_each_look_as_it_comes(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def looked(_: float) -> None:
+        seen.append(capfd.readouterr().out.count("No connector listens"))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("mori_mp.cli_top.time.sleep", looked)
+    cli_top.top(runtime_dir=empty)
+    assert seen == [1, 1, 1]
 
 
 def test_top_in_json(make_connector: Factory) -> None:
@@ -559,6 +575,12 @@ def test_every_command_has_help_with_examples(name: str) -> None:
     result = run(name, "--help")
     assert result.exit_code == 0
     assert f"mori-mp {name}" in result.output.partition("Examples")[2]
+
+
+def test_the_version_is_told() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output == f"mori-mp {metadata.version('mori-mp')}\n"
 
 
 def test_the_shell_can_complete() -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 
 import mori_mp
+from mori_mp.backend import how_to_get_mori
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"mori_mp": "mori_mp", "mori_mp.workers": "workers", "mori_mp.shared": "shared"}
@@ -288,3 +289,12 @@ def test_imports_point_one_way(package: str) -> None:
 def test_directions_are_really_looked_at() -> None:
     assert "mori_mp.workers.supervisor" in imports(ROOT / "mori_mp" / "heart.py")
     assert "mori_mp.shared.pool" in imports(ROOT / "workers" / "control.py")
+
+
+def test_the_way_to_mori_fits_the_python_that_runs() -> None:
+    assert "pip install 'mori-mp[mori]'" in how_to_get_mori((3, 12))
+    for other in ((3, 11), (3, 13)):
+        text = how_to_get_mori(other)
+        assert "pip install" not in text
+        assert f"this is 3.{other[1]}" in text
+        assert "worker_python" in text

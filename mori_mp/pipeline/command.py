@@ -221,7 +221,8 @@ def pipeline(
     int64 codec frames after it. Every chunk is checked byte by byte.
 
     Exit status 0: everything arrived right and nothing is left over. 1: chunks
-    lost, corrupt or left over, or a stage failed. 2: wrong options.
+    lost, corrupt or left over, or a stage failed. 2: nothing was started, since
+    options, deploy YAML, engine or pool size cannot work here.
 
     Examples:
 
