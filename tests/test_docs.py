@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections import OrderedDict, defaultdict, deque
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
@@ -24,6 +25,8 @@ import yaml
 from typer.testing import CliRunner
 
 from mori_mp import cli, codec
+from mori_mp.config import ConnectorConfig
+from mori_mp.deploy import load_deploy
 from mori_mp.shared import messages, wire
 from mori_mp.shared.errors import PayloadError
 
@@ -32,6 +35,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CLI = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 PAYLOADS = (ROOT / "docs" / "payloads.md").read_text(encoding="utf-8")
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+WITH_DEPLOY_YAML = [ROOT / "README.md", ROOT / "docs" / "vllm-omni.md"]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
@@ -163,6 +167,42 @@ def keys(value: Any, path: str = "") -> set[str]:
         for inner in value:
             found |= keys(inner, f"{path}[]")
     return found
+
+
+# ----------------------------------------------------------------------------- deploy YAML
+def deploy_blocks(document: Path) -> list[str]:
+    """The YAML blocks of a page that name an engine, without the indentation of a list."""
+    text = document.read_text(encoding="utf-8")
+    blocks = re.findall(r"^ *```yaml\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for block in blocks if "backend_type" in block]
+
+
+@pytest.mark.parametrize(
+    "document", [ROOT / "README.md", ROOT / "docs" / "vllm-omni.md"], ids=lambda p: p.name
+)
+def test_the_keys_of_deploy_yaml_that_pages_show_are_right(
+    document: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = []
+    for block in deploy_blocks(document):
+        shown = yaml.safe_load(block)
+        extra = shown["connectors"]["mori_connector"]["extra"] if "connectors" in shown else shown
+        config = ConnectorConfig.from_dict(extra)
+        engines.append((config.backend_type, config.memory_pool_device))
+    known = [("shm", "cpu"), ("cuda_ipc", "cuda"), ("xgmi", "cuda")]
+    assert engines == known[: len(engines)]
+    assert len(engines) >= 2
+    assert caplog.messages == []
+
+
+def test_the_deploy_yaml_of_the_readme_gives_the_ports_that_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "deploy.yaml"
+    path.write_text(deploy_blocks(ROOT / "README.md")[0], encoding="utf-8")
+    deploy = load_deploy(path)
+    for stage, port in enumerate((50051, 50052, 50053)):
+        config = ConnectorConfig.from_dict(deploy.connector_for_stage(stage).config)
+        assert config.listener_endpoint() == ("127.0.0.1", port)
+        assert str(port) in README.partition("**Ports.**")[2].partition("**Mixed pipelines.**")[0]
 
 
 # ------------------------------------------------------------------------------- payloads
