@@ -134,6 +134,10 @@ def test_a_corrupted_chunk_is_exit_status_1(tmp_path: Path) -> None:
         ),
         (("--backend", "shm", "--pool-size", "1KiB"), "memory_pool_size: got"),
         (("--backend", "shm", "--set", 'outgoing={"port": 1}'), "'port' is not a key of outgoing"),
+        (
+            ("--backend", "shm", "--set", "host=no-such-host.invalid"),
+            "'no-such-host.invalid' does not resolve",
+        ),
         (("--backend", "rdma", "--set", "memory_pool_device=cpu"), "--backend shm runs the same topology"),
     ],
 )
@@ -191,6 +195,7 @@ def test_what_a_stage_cannot_have_is_one_line() -> None:
     failures = [line for line in result.output.splitlines() if line.startswith("FAIL")]
     assert len(failures) == 1
     assert "/nope/python" in failures[0]
+    assert "lost" not in result.output
     assert "Traceback" not in result.output
 
 

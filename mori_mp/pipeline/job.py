@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mori_mp.deploy import Deploy
+from mori_mp.endpoint import check_bindable, resolve_host
 from mori_mp.pipeline.free_ports import PortBlock
 from mori_mp.pipeline.planner import RunOptions, make_plans, wants_local_ports
 from mori_mp.pipeline.runner import Observer, Runner, RunOutcome
@@ -21,15 +22,16 @@ from mori_mp.shared.tracing import join
 def run_pipeline(deploy: Deploy, options: RunOptions, *, timeout_s: float, observer: Observer) -> RunOutcome:
     """Run the pipeline once. timeout_s: for all traffic, once every connector is up.
 
-    Raises DeployError for what is wrong with the YAML, StartupError when no ports are free, and what
-    check_plans() does; whatever goes wrong in a stage is in the outcome.
+    Raises DeployError for what is wrong with the YAML, StartupError when no ports are free or the host
+    is none of this machine, and what check_plans() does; whatever goes wrong in a stage is in the outcome.
     """
     from mori_mp.pipeline.preflight import check_plans  # imports torch: the command line does without
 
     with contextlib.ExitStack() as stack:
         base_port = None
         if wants_local_ports(options):
-            host = str(options.overrides.get("host", "127.0.0.1"))
+            host = resolve_host(str(options.overrides.get("host", "127.0.0.1")))
+            check_bindable(host, 0)
             base_port = stack.enter_context(PortBlock(host)).base
         plans = make_plans(deploy, options, base_port=base_port)
         check_plans(plans)

@@ -109,10 +109,11 @@ def comparison_table(outcomes: dict[str, RunOutcome]) -> Table:
 
 
 def print_outcome(console: Console, outcome: RunOutcome, title: str, *, show_processes: bool) -> None:
-    """Tables, notes of the edges, and the verdict."""
-    console.print(traffic_table(outcome.edges, title))
-    console.print(time_table(outcome.edges))
-    console.print(stage_table(outcome.stages))
+    """Tables where there was traffic, notes of the edges, and the verdict."""
+    if outcome.streamed:
+        console.print(traffic_table(outcome.edges, title))
+        console.print(time_table(outcome.edges))
+        console.print(stage_table(outcome.stages))
     if show_processes:
         console.print(process_table(outcome.processes))
     # One line each however long they are: they are for searching and copying.

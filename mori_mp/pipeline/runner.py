@@ -65,6 +65,8 @@ class RunOutcome(msgspec.Struct, kw_only=True):
     stages: list[StageReport]
     processes: list[ProcessRow]
     wall_s: float
+    streamed: bool = True
+    """Whether every connector came up, so that there was traffic to lose."""
     interrupted: bool = False
 
     @property
@@ -191,7 +193,7 @@ class Runner:
         finally:
             self._tear_down()
         edges = self._edges()
-        for edge in edges if self._streaming else ():  # else there was nothing to lose
+        for edge in edges:
             problems += edge.faults()
         problems += self._left_over()
         self._selector.close()
@@ -201,6 +203,7 @@ class Runner:
             stages=[stage.report for stage in self._stages],
             processes=self._rows,
             wall_s=round(time.monotonic() - began, 3),
+            streamed=self._streaming,
             interrupted=interrupted,
         )
 
@@ -349,7 +352,8 @@ class Runner:
         reports = []
         for stage in self._stages:
             for edge in stage.plan.inputs:
-                silent = ReceiveReport(edge=edge.label, expected=stage.plan.traffic.total_chunks(edge))
+                expected = stage.plan.traffic.total_chunks(edge) if self._streaming else 0
+                silent = ReceiveReport(edge=edge.label, expected=expected)
                 reports.append(
                     join_edge(
                         sent.get(edge.label, SendReport(edge=edge.label)),
