@@ -251,8 +251,13 @@ class GpuRuntime:
         self._call("Free", address)
 
     def memcpy(self, target: int, source: int, size: int) -> None:
-        """Copy bytes between any two addresses, host or device, and wait for it."""
+        """Copy bytes between any two addresses, host or device, and wait for it.
+
+        The runtime's own call returns before bytes of pageable host memory have reached the device (CUDA
+        runtime API, "API synchronization behavior"), and other streams do not wait for the default one.
+        """
         self._call("Memcpy", target, source, size, _COPY_DEFAULT)
+        self._call("StreamSynchronize", None)
 
     def memcpy_async(self, target: int, source: int, size: int, stream: int) -> None:
         """Enqueue a copy of bytes between any two addresses."""
