@@ -297,19 +297,18 @@ class MoriTransferEngineConnector:
         with self._calling("put"):
             heart = self._ensure_heart()
             if heart.supervisor.failed:
-                self.metrics["errors"] += 1
-                edge = edge_name(from_stage, to_stage)
-                text = f"put of {put_key!r} refused: {heart.supervisor.failed}"
+                edge, text = self._put_failed(from_stage, to_stage, put_key, heart.supervisor.failed)
                 self.faults.report(logger, "put_refused", text, key=put_key, edge=edge)
                 return False, 0, None
             try:
                 done = self.publisher.put(put_key, internal_key(put_key, from_stage, to_stage), data)
-            except (PoolExhausted, GpuError) as exc:
-                self.metrics["errors"] += 1
-                edge = edge_name(from_stage, to_stage)
-                text = f"put of {put_key!r} ({from_stage} -> {to_stage}) failed: {exc}"
-                cause = "pool_exhausted" if isinstance(exc, PoolExhausted) else "gpu_failed"
-                self.faults.report(logger, cause, text, key=put_key, edge=edge)
+            except PoolExhausted as exc:
+                edge, text = self._put_failed(from_stage, to_stage, put_key, exc)
+                self.faults.report(logger, "pool_exhausted", text, key=put_key, edge=edge)
+                return False, 0, None
+            except GpuError as exc:
+                edge, text = self._put_failed(from_stage, to_stage, put_key, exc)
+                self.faults.report(logger, "gpu_failed", text, key=put_key, edge=edge)
                 return False, 0, None
             if done is None:
                 logger.warning(
@@ -329,6 +328,11 @@ class MoriTransferEngineConnector:
                     "is_fast_path": fast_path,
                 },
             )
+
+    def _put_failed(self, from_stage: str, to_stage: str, key: str, why: object) -> tuple[str, str]:
+        """Count a put() that failed; returns edge and text for its report."""
+        self.metrics["errors"] += 1
+        return edge_name(from_stage, to_stage), f"put of {key!r} ({from_stage} -> {to_stage}) failed: {why}"
 
     # ----------------------------------------------------------------------------- get
     def get(
