@@ -283,7 +283,9 @@ def test_port_taken(make_connector: Factory, mode: str) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(StartupError, match=rf"127\.0\.0\.1:{port}.*change zmq_port or host"):
+        with pytest.raises(
+            StartupError, match=rf"127\.0\.0\.1:{port}.*Another program has this port; change zmq_port"
+        ):
             make_connector.sender(zmq_port=port, worker_mode=mode)
 
 
