@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from connector_support import eventually
 from engine_rig import Machine, Missing, skip_or_fail
 
 from mori_mp.shared.errors import EngineUnavailable, TransferFailed
@@ -151,6 +152,8 @@ def test_another_process_with_its_pid_is_not_taken_for_it(process: subprocess.Po
 
 
 def test_a_likely_process_is_one_that_has_the_library(process: subprocess.Popen[bytes]) -> None:
+    maps = Path(f"/proc/{process.pid}/maps")
+    eventually(lambda: "libc" in maps.read_text(), "the program loaded")  # it has only just been started
     has_it = PeerProcess.likely(process.pid, "libc")
     has_it_not = PeerProcess.likely(process.pid, "libmori_")
     nobody = PeerProcess.likely((1 << 22) + 1, "libc")
