@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from connector_support import MIB, Factory, Pair, assert_whole, eventually, patt
 from PIL import Image
 
 from mori_mp import ManagedBuffer
+from mori_mp.shared import lane
 from mori_mp.shared.errors import PayloadError
 
 pytestmark = pytest.mark.xdist_group("connector_payloads")
@@ -368,8 +369,15 @@ def test_the_eager_border(make_connector: Factory, size: int) -> None:
     pair.assert_whole()
 
 
-def test_eager_credit_bounds_what_is_under_way(make_connector: Factory) -> None:
+def test_eager_credit_bounds_what_is_under_way(
+    make_connector: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More small payloads than credit: the rest is fetched, none is lost."""
+
+    def unreachable(path: str) -> NoReturn:
+        raise OSError(path)
+
+    monkeypatch.setattr(lane, "connect", unreachable)  # over a lane, payloads like these are not eager
     pair = make_connector.pair(eager_bytes=MIB, memory_pool_size=32 * MIB, worker_mode="thread")
     pair.put("first", b"x")
     pair.wait_bytes("first")  # the session stands
