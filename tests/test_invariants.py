@@ -614,7 +614,10 @@ def test_i5_own_children_stopped(make_connector: Factory, which: str) -> None:
         pulling = Background(lambda: pair.get(KEY))
         pulling.entered.wait()
         close_in_time(pair.sender)
-        assert all(state_of(pid) in ("", "Z") for pid in (control, *workers))
+        # All is let go of when close() returns; the kernel may still be taking the last one down.
+        eventually(
+            lambda: all(state_of(pid) in ("", "Z") for pid in (control, *workers)), "children gone", 1.0
+        )
         close_in_time(pair.receiver)
     found = pulling.result(5)
     assert found is None or found[0].to_bytes() == pattern(5000)  # a worker that is not stopped may do it
