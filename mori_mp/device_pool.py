@@ -56,9 +56,8 @@ class DevicePool:
         device: str,
         engine: str,
         options: dict[str, Any],
-        accelerator: Accelerator | None = None,
     ) -> None:
-        self._accelerator = accelerator if accelerator is not None else Accelerator()
+        self._accelerator = Accelerator()
         self._engine = engine
         self._options = options
         self.number = number = self._accelerator.number(device)

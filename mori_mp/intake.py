@@ -132,11 +132,6 @@ class Intake:
         return any(slot.place is self.device for slot in list(self._quarantine))
 
     # ----------------------------------------------------------------- late deliveries
-    @property
-    def any_late(self) -> bool:
-        """Tell whether any payload came late."""
-        return bool(self._late)
-
     def has_late(self, key: str) -> bool:
         """Tell whether a payload came late for a key."""
         return key in self._late

@@ -138,17 +138,15 @@ class Receiver:
     def _get(self, wanted: Wanted, deadline: float | None) -> tuple[Any, int] | None:
         link = self.link(wanted.host, wanted.port, wanted.edge)
         pause = _FIRST_PAUSE_SECONDS
-        while self._intake.any_late:
-            self._intake.drop_late()
+        self._intake.drop_late()
+        while self._intake.has_late(wanted.key):
             late = self._intake.take_late(wanted.key, deadline)
-            if late is not None or not self._intake.has_late(wanted.key):
-                if late is not None:
-                    return late
-                break
-            # An object whose GPU tensors have not come.
-            if deadline is None or time.monotonic() >= deadline or self._board.closed:
-                return None
-            pause = self._pause(pause, deadline)
+            if late is not None:
+                return late
+            if self._intake.has_late(wanted.key):  # still: an object whose GPU tensors have not come
+                if deadline is None or time.monotonic() >= deadline or self._board.closed:
+                    return None
+                pause = self._pause(pause, deadline)
         if not self._reached(link, wanted, deadline):
             return None
         while True:

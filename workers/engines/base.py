@@ -6,7 +6,7 @@ memory descriptors. A transfer is one batched write to one peer; it is submitted
 Transfers are unordered, also those to one place.
 
 The receiving stage runs no engine code while it is written to. What it needs is its descriptors, which
-`describe()` or `receive()` of the engine's module makes (see the registry in this package); `receive()` also
+`receive()` of the engine's module makes (see the registry in this package); `receive()` also
 returns what must stay alive for as long as peers may write.
 """
 

@@ -16,11 +16,21 @@ from typing import Any
 
 from mori_mp.shared.errors import TransferFailed
 from mori_mp.shared.pool import Pool
-from mori_mp.workers.engines.base import Deferred, Engine, EngineFactory, LocalMemory, Ready, Transfer
+from mori_mp.workers.engines.base import (
+    Deferred,
+    Engine,
+    EngineFactory,
+    LocalMemory,
+    Ready,
+    Transfer,
+    check_bounds,
+)
 from mori_mp.workers.engines.gpu_runtime import GpuError, GpuRuntime
 
 PART_BYTES = 1 << 20
 PARTS = 4
+
+_INNER_KNOWS = 1 << 62  # how many bytes a peer has; no offset on the wire goes further
 
 _Piece = tuple[int, int, int]  # from offset, to offset, size; bytes
 
@@ -106,11 +116,7 @@ class BounceEngine:
         after: Ready | None = None,
     ) -> Transfer:
         """Start a write from the host pool; the inner engine checks its remote bounds, piece by piece."""
-        for here, size in zip(local, sizes, strict=True):
-            if size <= 0 or here < 0 or here + size > self._pool.size:
-                raise TransferFailed(
-                    f"segment of {size} bytes at {here} leaves the pool of {self._pool.size} bytes"
-                )
+        check_bounds(self._pool.size, _INNER_KNOWS, local, remote, sizes)
         if after is not None and not after.query():
             return Deferred(after, lambda: self.submit(peer, local, remote, sizes, uid))
         return _Piecewise(self, peer, _pieces(local, remote, sizes), uid)
