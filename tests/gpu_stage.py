@@ -108,15 +108,15 @@ class Stage:
     ) -> dict[str, Any] | None:
         """Get a payload and hold it; returns what it is."""
         deadline = time.monotonic() + seconds
-        found = self._ours().get_with_deadline(*edge.split("_"), key, metadata, deadline=deadline)
-        if found is None:
-            return None
-        self._held[key] = found[0]
-        return {"size": found[1], **self._describe(found[0])}
+        return self._hold(
+            key, self._ours().get_with_deadline(*edge.split("_"), key, metadata, deadline=deadline)
+        )
 
     def get_now(self, key: str, metadata: dict[str, Any] | None) -> dict[str, Any] | None:
         """As get(), without a deadline."""
-        found = self._ours().get("0", "1", key, metadata)
+        return self._hold(key, self._ours().get("0", "1", key, metadata))
+
+    def _hold(self, key: str, found: tuple[Any, int] | None) -> dict[str, Any] | None:
         if found is None:
             return None
         self._held[key] = found[0]

@@ -94,6 +94,15 @@ def stages(stages_rig: Rig, blocks: Path) -> Iterator[Stages]:
         stages.end()
 
 
+@pytest.fixture
+def held_stages(cuda_ipc_rig: Rig, blocks: Path) -> Iterator[Stages]:
+    """Stages over the emulated runtime, which can hold copies back and have them fail."""
+    with short_directory() as runtime:
+        stages = Stages(cuda_ipc_rig, blocks, runtime)
+        yield stages
+        stages.end()
+
+
 @pytest.fixture(scope="module", params=DELIVERIES.values(), ids=DELIVERIES)
 def shared_stages(
     request: pytest.FixtureRequest, stages_rig: Rig, blocks: Path
@@ -116,6 +125,13 @@ def children(stage: GpuStage, role: str) -> list[psutil.Process]:
 
 def used(stage: GpuStage, pool: str = "device_pool") -> int:
     return int(stage("health")[pool]["used_bytes"])
+
+
+def begin_held_copy(receiver: GpuStage, metadata: dict[str, Any]) -> None:
+    """Have a receiver get "k", and return when its GPU is asked to copy, which it does not yet."""
+    receiver.block["hold"] = 1
+    receiver.ask("get", "k", metadata, 30.0)
+    eventually(lambda: receiver.block["copies"] > 0, "copy begun")
 
 
 @pytest.mark.parametrize("size", [1, 4096, 100_001, 3 * MB])
@@ -170,11 +186,9 @@ def test_a_strided_view_is_sent_in_order(shared_stages: tuple[GpuStage, GpuStage
 
 
 @deliveries
-def test_a_payload_is_read_after_its_copy(stages: Stages, delivery: str) -> None:
+def test_a_payload_is_read_after_its_copy(held_stages: Stages, delivery: str) -> None:
     """put() waits for nothing; whoever reads the pool waits for the event."""
-    if not stages.rig.holds:
-        pytest.skip("only the emulated runtime can hold copies back")
-    sender, receiver = stages.pair(delivery=delivery)
+    sender, receiver = held_stages.pair(delivery=delivery)
     sender("tensor", "x", 6, 50_000)
     sender.block["hold"] = 1
     _, _, metadata = sender("put", "k", "x")
@@ -194,15 +208,11 @@ def test_who_moves_the_bytes(stages: Stages, delivery: str, wrote: bool) -> None
     assert (receiver("health")["receiver"]["counters"]["lease"] == 1) is not wrote
 
 
-def test_a_copy_under_way_keeps_its_source(stages: Stages) -> None:
-    if not stages.rig.holds:
-        pytest.skip("only the emulated runtime can hold copies back")
-    sender, receiver = stages.pair()
+def test_a_copy_under_way_keeps_its_source(held_stages: Stages) -> None:
+    sender, receiver = held_stages.pair()
     sender("tensor", "x", 20, MB)
     _, _, metadata = sender("put", "k", "x")
-    receiver.block["hold"] = 1
-    receiver.ask("get", "k", metadata, 30.0)
-    eventually(lambda: receiver.block["copies"] > 0, "copy begun")
+    begin_held_copy(receiver, metadata)
     sender("cleanup", "k")
     eventually(lambda: sender("health")["sender"]["claimed"] == 1, "kept for the claim")
     assert used(sender) == MB
@@ -211,26 +221,20 @@ def test_a_copy_under_way_keeps_its_source(stages: Stages) -> None:
     eventually(lambda: used(sender) == 0, "slot free")
 
 
-def test_a_receiver_killed_in_its_copy_takes_nothing_along(stages: Stages) -> None:
-    if not stages.rig.holds:
-        pytest.skip("only the emulated runtime can hold copies back")
-    sender, receiver = stages.pair()
+def test_a_receiver_killed_in_its_copy_takes_nothing_along(held_stages: Stages) -> None:
+    sender, receiver = held_stages.pair()
     sender("tensor", "x", 21, MB)
     _, _, metadata = sender("put", "k", "x")
-    receiver.block["hold"] = 1
-    receiver.ask("get", "k", metadata, 30.0)
-    eventually(lambda: receiver.block["copies"] > 0, "copy begun")
+    begin_held_copy(receiver, metadata)
     receiver.end()
-    successor, _ = stages.make(1, role="receiver", stage_id=1)
+    successor, _ = held_stages.make(1, role="receiver", stage_id=1)
     assert successor("get", "k", metadata, 20.0)["digest"] == crc(21, MB)
     eventually(lambda: used(sender) == 0, "slot free")
 
 
-def test_a_released_slot_waits_for_its_readers(stages: Stages) -> None:
+def test_a_released_slot_waits_for_its_readers(held_stages: Stages) -> None:
     """What reads a buffer may still be enqueued when its owner lets go of it."""
-    if not stages.rig.holds:
-        pytest.skip("only the emulated runtime can hold copies back")
-    sender, receiver = stages.pair()
+    sender, receiver = held_stages.pair()
     sender("tensor", "x", 22, MB)
     _, _, metadata = sender("put", "k", "x")
     assert receiver("get", "k", metadata, 10.0)["digest"] == crc(22, MB)
@@ -401,15 +405,6 @@ def test_memory_that_cannot_be_exported_is_refused_with_the_cure(stages: Stages)
 
 
 # ------------------------------------------------------------- copies that are late, fail, or outlive a pool
-@pytest.fixture
-def held_stages(cuda_ipc_rig: Rig, blocks: Path) -> Iterator[Stages]:
-    """Stages over the emulated runtime, which can hold copies back and have them fail."""
-    with short_directory() as runtime:
-        stages = Stages(cuda_ipc_rig, blocks, runtime)
-        yield stages
-        stages.end()
-
-
 def test_a_withdrawn_slot_waits_for_its_copy(held_stages: Stages) -> None:
     """put()'s own copy is still to land in it."""
     sender, _ = held_stages.pair()
@@ -439,9 +434,7 @@ def test_a_pool_that_is_closed_under_a_copy_stays(held_stages: Stages) -> None:
     sender, receiver = held_stages.pair()
     sender("tensor", "x", 62, MB)
     _, _, metadata = sender("put", "k", "x")
-    receiver.block["hold"] = 1
-    receiver.ask("get", "k", metadata, 30.0)
-    eventually(lambda: receiver.block["copies"] > 0, "copy begun")
+    begin_held_copy(receiver, metadata)
     sender("close")
     sender("reuse_memory", 8 * MB)
     receiver.block["hold"] = 0
