@@ -93,12 +93,12 @@ status=0
 names=${engines//,/-$kind or }-$kind
 printf '\n== contract: shm or %s\n' "$names"
 MORI_MP_TEST_GPU=$kind MORI_MP_TEST_MORI=require "$python" -m pytest -q -p no:benchmark -n 3 --dist loadgroup --durations=5 \
-    -o cache_dir="$build/cache" "$root/tests/engines" --ignore "$root/tests/engines/test_connectors.py" \
+    -o cache_dir="$build/cache" "$root/tests/engines" --ignore-glob "$root/tests/engines/test_connectors*.py" \
     -k "$names or shm" 2>&1 | tee "$out/contract.log" || status=1
 
 printf '\n== whole connectors\n'
 MORI_MP_TEST_GPU=$kind MORI_MP_TEST_MORI=require "$python" -m pytest -q -p no:benchmark -n 8 --dist worksteal --durations=5 \
-    -o cache_dir="$build/cache" "$root/tests/engines/test_connectors.py" -k "$names" 2>&1 |
+    -o cache_dir="$build/cache" "$root"/tests/engines/test_connectors*.py -k "$names" 2>&1 |
     tee "$out/stages.log" || status=1
 
 printf '\n== bytes, kills, figures\n'

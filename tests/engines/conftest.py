@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 from engine_rig import MB, EngineHost, Machine, Rig, get_rig, rig_names
+from engine_stages import Stages, stages_of
 
 _numbers = count()
 Starter = Callable[..., EngineHost]
@@ -57,6 +58,14 @@ def cuda_ipc_rig(request: pytest.FixtureRequest, machine: Machine) -> Rig:
     return get_rig(machine, request.param)
 
 
+# Not the emulated xgmi: its wheel is for CPython 3.10, without torch, so no stage of it can receive. Not in
+# one group, as engine tests are: stages are processes of their own, in which nothing is shared.
+@pytest.fixture(scope="module", params=[name for name in rig_names() if name not in ("shm", "xgmi")])
+def stages_rig(request: pytest.FixtureRequest, machine: Machine) -> Rig:
+    """The rigs over which whole connectors can send and receive."""
+    return get_rig(machine, request.param)
+
+
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the engine processes' blocks of knobs lie."""
@@ -77,6 +86,13 @@ def start(blocks: Path, machine: Machine) -> Iterator[Starter]:
     yield start_one
     for host in started:
         host.kill()
+
+
+@pytest.fixture
+def stages(stages_rig: Rig, blocks: Path) -> Iterator[Stages]:
+    """Makes stages with connectors, which end with the test."""
+    with stages_of(stages_rig, blocks) as stages:
+        yield stages
 
 
 @pytest.fixture(scope="module")

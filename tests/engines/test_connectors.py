@@ -4,113 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
-from connector_support import Background, eventually, short_directory
+from connector_support import eventually
 from engine_host import pattern
-from engine_rig import MB, EngineHost, GpuStage, Machine, Rig, get_rig, rig_names
-from wire_peers import V1Client, V1Sender
+from engine_rig import MB, GpuStage, Rig
+from engine_stages import CONFIG, DELIVERIES, Stages, crc, deliveries, stages_of, used
 
-from mori_mp import codec
-from mori_mp.shared.errors import EngineUnavailable, StartupError
-
-CONFIG: dict[str, Any] = {
-    "host": "127.0.0.1",
-    "memory_pool_size": 8 * MB,
-    "host_pool_size": 4 * MB,
-    "num_transfer_workers": 1,
-    "prefault": False,
-    "pin": "off",
-    "restart_limit": 1000,
-    "prestart": False,
-}
-DELIVERIES = {"offer": "auto", "landing": "landing"}
-"""How a GPU payload comes: copied by its receiver from the sender's pool, or written by a worker."""
-
-Starter = Callable[..., EngineHost]
-_numbers = count()
-deliveries = pytest.mark.parametrize("delivery", DELIVERIES.values(), ids=DELIVERIES)
-
-
-def crc(seed: int, size: int) -> int:
-    return zlib.crc32(pattern(seed, size))
-
-
-class Stages:
-    """Stage processes of one rig that end together."""
-
-    def __init__(self, rig: Rig, blocks: Path, runtime: Path) -> None:
-        self.rig = rig
-        self._blocks = blocks
-        self._runtime = runtime
-        self._made: list[GpuStage] = []
-
-    def bare(self, **environment: str) -> GpuStage:
-        """Start a stage process without a connector yet."""
-        stage = GpuStage(self.rig, self._blocks / f"stage-{next(_numbers)}", self._runtime, **environment)
-        self._made.append(stage)
-        return stage
-
-    def make(self, device: int, **config: Any) -> tuple[GpuStage, int]:
-        """Make a stage with its pool on the sender's (0) or the receiver's (1) device; returns its port."""
-        stage = self.bare()
-        settings = {**CONFIG, "backend_type": self.rig.engine, **config}
-        return stage, stage("make", settings, self.rig.devices[device])
-
-    def pair(self, **config: Any) -> tuple[GpuStage, GpuStage]:
-        sender, port = self.make(0, role="sender", zmq_port=0, stage_id=0, **config)
-        upstream = {"sender_host": "127.0.0.1", "sender_zmq_port": port}
-        receiver, _ = self.make(
-            1, role="receiver", stage_id=1, from_stage=0, to_stage=1, **upstream, **config
-        )
-        return sender, receiver
-
-    def end(self) -> None:
-        for stage in self._made:
-            stage.end()
-
-
-# Not the emulated xgmi: its wheel is for CPython 3.10, without torch, so no stage of it can receive. Not in
-# one group, as engine tests are: stages are processes of their own, in which nothing is shared.
-@pytest.fixture(scope="module", params=[name for name in rig_names() if name not in ("shm", "xgmi")])
-def stages_rig(request: pytest.FixtureRequest, machine: Machine) -> Rig:
-    return get_rig(machine, request.param)
-
-
-@pytest.fixture
-def stages(stages_rig: Rig, blocks: Path) -> Iterator[Stages]:
-    with short_directory() as runtime:
-        stages = Stages(stages_rig, blocks, runtime)
-        yield stages
-        stages.end()
-
-
-@pytest.fixture
-def held_stages(cuda_ipc_rig: Rig, blocks: Path) -> Iterator[Stages]:
-    """Stages over the emulated runtime, which can hold copies back and have them fail."""
-    with short_directory() as runtime:
-        stages = Stages(cuda_ipc_rig, blocks, runtime)
-        yield stages
-        stages.end()
+from mori_mp.shared.errors import EngineUnavailable
 
 
 @pytest.fixture(scope="module", params=DELIVERIES.values(), ids=DELIVERIES)
 def shared_stages(
     request: pytest.FixtureRequest, stages_rig: Rig, blocks: Path
 ) -> Iterator[tuple[GpuStage, GpuStage]]:
-    with short_directory() as runtime:
-        stages = Stages(stages_rig, blocks, runtime)
+    with stages_of(stages_rig, blocks) as stages:
         yield stages.pair(delivery=request.param)
-        stages.end()
 
 
 def children(stage: GpuStage, role: str) -> list[psutil.Process]:
@@ -121,17 +35,6 @@ def children(stage: GpuStage, role: str) -> list[psutil.Process]:
             if role in child.cmdline():
                 found.append(child)
     return found
-
-
-def used(stage: GpuStage, pool: str = "device_pool") -> int:
-    return int(stage("health")[pool]["used_bytes"])
-
-
-def begin_held_copy(receiver: GpuStage, metadata: dict[str, Any]) -> None:
-    """Have a receiver get "k", and return when its GPU is asked to copy, which it does not yet."""
-    receiver.block["hold"] = 1
-    receiver.ask("get", "k", metadata, 30.0)
-    eventually(lambda: receiver.block["copies"] > 0, "copy begun")
 
 
 @pytest.mark.parametrize("size", [1, 4096, 100_001, 3 * MB])
@@ -185,19 +88,6 @@ def test_a_strided_view_is_sent_in_order(shared_stages: tuple[GpuStage, GpuStage
     receiver("release", "strided")
 
 
-@deliveries
-def test_a_payload_is_read_after_its_copy(held_stages: Stages, delivery: str) -> None:
-    """put() waits for nothing; whoever reads the pool waits for the event."""
-    sender, receiver = held_stages.pair(delivery=delivery)
-    sender("tensor", "x", 6, 50_000)
-    sender.block["hold"] = 1
-    _, _, metadata = sender("put", "k", "x")
-    assert receiver("get", "k", metadata, 0.3) is None
-    sender.block["hold"] = 0
-    found = receiver("get", "k", metadata, 10.0)
-    assert found == {"size": 50_000, "digest": crc(6, 50_000), "on_device": True}
-
-
 @pytest.mark.parametrize(("delivery", "wrote"), [("auto", False), ("landing", True)])
 def test_who_moves_the_bytes(stages: Stages, delivery: str, wrote: bool) -> None:
     sender, receiver = stages.pair(delivery=delivery)
@@ -206,44 +96,6 @@ def test_who_moves_the_bytes(stages: Stages, delivery: str, wrote: bool) -> None
     assert receiver("get", "k", metadata, 10.0)["digest"] == crc(19, 50_000)
     assert (sender("health")["sender"]["counters"]["landed"] == 1) is wrote
     assert (receiver("health")["receiver"]["counters"]["lease"] == 1) is not wrote
-
-
-def test_a_copy_under_way_keeps_its_source(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair()
-    sender("tensor", "x", 20, MB)
-    _, _, metadata = sender("put", "k", "x")
-    begin_held_copy(receiver, metadata)
-    sender("cleanup", "k")
-    eventually(lambda: sender("health")["sender"]["claimed"] == 1, "kept for the claim")
-    assert used(sender) == MB
-    receiver.block["hold"] = 0
-    assert receiver.answer()["digest"] == crc(20, MB)
-    eventually(lambda: used(sender) == 0, "slot free")
-
-
-def test_a_receiver_killed_in_its_copy_takes_nothing_along(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair()
-    sender("tensor", "x", 21, MB)
-    _, _, metadata = sender("put", "k", "x")
-    begin_held_copy(receiver, metadata)
-    receiver.end()
-    successor, _ = held_stages.make(1, role="receiver", stage_id=1)
-    assert successor("get", "k", metadata, 20.0)["digest"] == crc(21, MB)
-    eventually(lambda: used(sender) == 0, "slot free")
-
-
-def test_a_released_slot_waits_for_its_readers(held_stages: Stages) -> None:
-    """What reads a buffer may still be enqueued when its owner lets go of it."""
-    sender, receiver = held_stages.pair()
-    sender("tensor", "x", 22, MB)
-    _, _, metadata = sender("put", "k", "x")
-    assert receiver("get", "k", metadata, 10.0)["digest"] == crc(22, MB)
-    receiver.block["hold"] = 1
-    receiver("read_later", "k")
-    receiver("release", "k")
-    assert used(receiver) == MB
-    receiver.block["hold"] = 0
-    eventually(lambda: used(receiver) == 0, "slot free")
 
 
 def test_more_puts_at_once_than_events(stages: Stages) -> None:
@@ -402,262 +254,3 @@ def test_memory_that_cannot_be_exported_is_refused_with_the_cure(stages: Stages)
     settings = {**CONFIG, "backend_type": stages.rig.engine, "role": "sender", "zmq_port": 0, "stage_id": 0}
     with pytest.raises(EngineUnavailable, match="expandable_segments:False"):
         stage("make", settings, stages.rig.devices[0])
-
-
-# ------------------------------------------------------------- copies that are late, fail, or outlive a pool
-def test_a_withdrawn_slot_waits_for_its_copy(held_stages: Stages) -> None:
-    """put()'s own copy is still to land in it."""
-    sender, _ = held_stages.pair()
-    sender("tensor", "x", 60, MB)
-    sender.block["hold"] = 1
-    sender("put", "k", "x")
-    sender("cleanup", "k")
-    eventually(lambda: sender("health")["sender"]["ledger"]["counters"]["withdrawn"] == 1, "withdrawn")
-    eventually(lambda: sender("health")["pool"]["published"] == 0, "freed by the control process")
-    assert used(sender) == MB
-    sender.block["hold"] = 0
-    eventually(lambda: used(sender) == 0, "slot free")
-
-
-def test_a_closed_pool_is_read_by_nobody(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair()
-    sender("tensor", "x", 61, MB)
-    for key in ("first", "second"):
-        sender("put", key, "x")
-    assert receiver("get", "first", None, 10.0)["digest"] == crc(61, MB)  # the pool is mapped now
-    eventually(lambda: receiver("health")["queues"]["ready_notices"] == 1, "second announced")
-    sender("close")
-    assert receiver("get", "second", None, 0.5) is None
-
-
-def test_a_pool_that_is_closed_under_a_copy_stays(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair()
-    sender("tensor", "x", 62, MB)
-    _, _, metadata = sender("put", "k", "x")
-    begin_held_copy(receiver, metadata)
-    sender("close")
-    sender("reuse_memory", 8 * MB)
-    receiver.block["hold"] = 0
-    assert receiver.answer()["digest"] == crc(62, MB)
-
-
-def test_an_object_waits_for_its_tensors_over_several_gets(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair(tensor_device="pool")
-    sender("tensor", "a", 63, 100_000)
-    sender.block["hold"] = 1
-    sender("put_object", "k", ["a"])
-    assert receiver("get", "k", None, 0.3) is None
-    assert receiver("get", "k", None, 0.1) is None
-    sender.block["hold"] = 0
-    assert receiver("get", "k", None, 10.0)["digests"] == [crc(63, 100_000)]
-    sender("collect")
-    eventually(lambda: used(sender) == used(receiver) == used(sender, "pool") == 0, "slots free")
-
-
-def test_an_object_waits_for_room_for_its_tensors(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair(tensor_device="pool")
-    for name, seed, size in (("large", 64, 6 * MB), ("a", 65, MB), ("b", 66, 3 * MB)):
-        sender("tensor", name, seed, size)
-    sender("put", "large", "large")
-    assert receiver("get", "large", None, 10.0)["size"] == 6 * MB
-    sender("collect")
-    eventually(lambda: used(sender) == 0, "slots free")
-    sender("put_object", "k", ["a", "b"])  # the first has room, the second has not
-    assert receiver("get", "k", None, 0.3) is None
-    receiver("release", "large")
-    assert receiver("get", "k", None, 10.0)["digests"] == [crc(65, MB), crc(66, 3 * MB)]
-
-
-def test_a_failed_write_of_a_tensor_costs_no_object(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair(tensor_device="pool", delivery="landing")
-    sender("tensor", "a", 67, MB)
-    sender("put_object", "k", ["a"])
-    sender.block["fail_copy"] = 1
-    assert receiver("get", "k", None, 10.0)["digests"] == [crc(67, MB)]
-
-
-def test_an_object_put_again_replaces_its_tensors_too(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair(tensor_device="pool")
-    sender("tensor", "a", 68, MB)
-    for _ in range(20):  # in a pool of 8 MiB
-        assert sender("put_object", "k", ["a"])[0]
-    eventually(lambda: used(sender) == MB, "replaced tensors gone")
-    assert receiver("get", "k", None, 10.0)["digests"] == [crc(68, MB)]
-
-
-def test_an_object_whose_tensors_are_gone_is_a_miss(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair(tensor_device="pool")
-    sender("tensor", "a", 69, MB)
-    sender.block["hold"] = 1
-    sender("put_object", "k", ["a"])
-    assert receiver("get", "k", None, 0.3) is None  # it has the object now, and waits for the tensor
-    sender("cleanup", "k")
-    eventually(lambda: sender("health")["sender"]["ledger"]["counters"]["withdrawn"] == 1, "withdrawn")
-    sender.block["hold"] = 0
-    assert receiver("get", "k", None, 1.0) is None
-    assert receiver("health")["receiver"]["counters"]["corrupt"] == 0
-
-
-def test_a_payload_that_cannot_be_had_is_not_asked_for_without_pause(held_stages: Stages) -> None:
-    sender, port = held_stages.make(0, role="sender", zmq_port=0, stage_id=0)
-    upstream = {"sender_host": "127.0.0.1", "sender_zmq_port": port, "from_stage": 0, "to_stage": 1}
-    receiver, _ = held_stages.make(1, role="receiver", stage_id=1, memory_pool_size=MB, **upstream)
-    sender("tensor", "x", 70, 2 * MB)
-    sender("put", "k", "x")
-    assert receiver("get", "k", None, 1.5) is None
-    assert 1 <= receiver("health")["receiver"]["counters"]["pool_exhausted"] < 100
-
-
-def test_a_worker_tries_again_to_reach_a_receiver(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair(delivery="landing")
-    sender("tensor", "x", 71, MB)
-    sender.block["fail_ipc_open"] = 1
-    sender("put", "k", "x")
-    assert receiver("get", "k", None, 0.5) is None
-    assert sender("health")["sender"]["counters"]["failed_writes"] < 100
-    sender.block["fail_ipc_open"] = 0
-    assert receiver("get", "k", None, 10.0)["digest"] == crc(71, MB)
-
-
-def test_a_failed_event_costs_no_slot(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair()
-    sender("tensor", "x", 72, MB)
-    sender("put", "k", "x")
-    assert receiver("get", "k", None, 10.0)["digest"] == crc(72, MB)
-    receiver.block["hold"] = 1
-    receiver("read_later", "k")
-    receiver("release", "k")
-    receiver.block["fail_event"] = 1
-    receiver.block["hold"] = 0
-    eventually(lambda: used(receiver) == 0, "slot free")
-
-
-def test_a_put_that_the_gpu_refuses_is_told_and_costs_nothing(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair()
-    sender("tensor", "x", 73, MB)
-    sender.block["fail_copy"] = 1
-    assert sender("put", "k", "x") == [False, 0, None]
-    health = sender("health")
-    assert (health["errors"], health["faults"]["counts"]) == (1, {"gpu_failed": 1})
-    eventually(lambda: used(sender) == 0, "slot free")
-    assert sender("put", "k", "x")[0]
-    assert receiver("get", "k", None, 10.0)["digest"] == crc(73, MB)
-
-
-# ------------------------------------------------------------------------------ the in-tree class
-@pytest.mark.parametrize("size", [100, 3 * MB + 17])
-def test_an_in_tree_receiver_gets_host_payloads_in_its_gpu_memory(
-    stages: Stages, start: Starter, v1_client: Callable[[int], V1Client], size: int
-) -> None:
-    sender, port = stages.make(0, role="sender", zmq_port=0, stage_id=0)
-    receiver = start(stages.rig)
-    engine_desc, mem_desc = receiver.become_receiver(4 * MB)
-    descriptors = {"engine_desc_packed": engine_desc, "mem_desc_packed": mem_desc}
-    client = v1_client(port)
-    for number in range(3):
-        sender("put_bytes", f"k{number}", 25 + number, size)
-        assert client.pull(f"k{number}@0_1", size, 4096 * number, **descriptors) == b"trans_done"
-        assert receiver("peek", 4096 * number, size) == pattern(25 + number, size)
-    sender("put_bytes", "k", 30, size)
-    assert client.pull("k@0_1", size, 4 * MB - 50, **descriptors) == b"trans_error"  # outside its memory
-    assert client.pull("k@0_1", size, 0, **descriptors) == b"trans_done"
-    sender("collect")
-    eventually(lambda: used(sender, "pool") == 0, "slots free")
-
-
-def test_many_pulls_share_the_bounce_buffer(
-    stages: Stages, start: Starter, v1_client: Callable[[int], V1Client]
-) -> None:
-    sender, port = stages.make(0, role="sender", zmq_port=0, stage_id=0, host_pool_size=32 * MB)
-    receiver = start(stages.rig)
-    engine_desc, mem_desc = receiver.become_receiver(16 * MB)
-    descriptors = {"engine_desc_packed": engine_desc, "mem_desc_packed": mem_desc}
-    size = 2 * MB - 1
-    for number in range(8):
-        sender("put_bytes", f"k{number}", 40 + number, size)
-    clients = [v1_client(port) for _ in range(8)]
-    pulls = [
-        Background(lambda c=client, n=n: c.pull(f"k{n}@0_1", size, 2 * MB * n, **descriptors))
-        for n, client in enumerate(clients)
-    ]
-    assert [pull.result() for pull in pulls] == [b"trans_done"] * 8
-    for number in range(8):
-        assert receiver("digests", [2 * MB * number], [size]) == [crc(40 + number, size)]
-
-
-class InTreeGpuSender(V1Sender):
-    """An in-tree sender whose pool is GPU memory, which an engine process has."""
-
-    def __init__(self, engine: EngineHost) -> None:
-        self._engine = engine
-        self._numbers = count(1)
-        super().__init__()
-
-    def land(self, request: dict[str, Any], data: bytes) -> bool:
-        peer = next(self._numbers)
-        self._engine("add_peer", peer, request["engine_desc_packed"], request["mem_desc_packed"])
-        self._engine("poke", 0, data)
-        self._engine("write", peer, [0], [request["dst_offset"]], [len(data)])
-        self._engine("drop_peer", peer)
-        return True
-
-
-def test_an_in_tree_sender_writes_everything_into_our_gpu_pool(stages: Stages, start: Starter) -> None:
-    engine = start(stages.rig)
-    engine.become_sender(MB)
-    sender = InTreeGpuSender(engine)
-    try:
-        upstream = {"sender_host": "127.0.0.1", "sender_zmq_port": sender.port}
-        receiver, _ = stages.make(1, role="receiver", stage_id=1, from_stage=0, to_stage=1, **upstream)
-        sender.payloads["raw@0_1"] = pattern(50, 100_000), True
-        found = receiver("get", "raw", None, 10.0)
-        assert found == {"size": 100_000, "digest": crc(50, 100_000), "on_device": True}
-        receiver("release", "raw")
-        payload = {"numbers": [1], "host": torch.arange(3), "gpu": [torch.arange(256, dtype=torch.uint8)]}
-        sender.payloads["object@0_1"] = codec.plan(payload).to_bytes(), False
-        found = receiver("get", "object", None, 10.0)
-        assert found["digests"] == [zlib.crc32(bytes(range(256)))]
-        assert found["rest"] == [[1], [0, 1, 2]]
-        eventually(lambda: used(receiver) == 0, "slots free")
-    finally:
-        sender.close()
-
-
-# ------------------------------------------------------------------- workers of another interpreter
-@pytest.fixture
-def mori_stages(mori_rig: Rig, blocks: Path) -> Iterator[Stages]:
-    with short_directory() as runtime:
-        stages = Stages(mori_rig, blocks, runtime)
-        yield stages
-        stages.end()
-
-
-def test_workers_of_another_interpreter_have_the_mori_that_the_stage_lacks(
-    mori_stages: Stages, start: Starter, v1_client: Callable[[int], V1Client]
-) -> None:
-    """A stage with torch and no Mori sends through workers with Mori and no torch, to a receiver of v1."""
-    rig = mori_stages.rig
-    sender, port = mori_stages.make(0, role="sender", zmq_port=0, stage_id=0, worker_python=rig.python)
-    receiver = start(rig)
-    engine_desc, mem_desc = receiver.become_receiver(MB)
-    sender("tensor", "x", 24, 100_000)
-    sender("put", "k", "x")
-    client = v1_client(port)
-    descriptors = {"engine_desc_packed": engine_desc, "mem_desc_packed": mem_desc}
-    assert client.query("k@0_1") == {"request_id": "k@0_1", "data_size": 100_000, "is_fast_path": True}
-    assert client.pull("k@0_1", 100_000, 4096, **descriptors) == b"trans_done"
-    assert receiver("peek", 4096, 100_000) == pattern(24, 100_000)
-
-
-def test_workers_of_an_interpreter_without_mori_say_what_is_missing(mori_stages: Stages) -> None:
-    stage = mori_stages.bare()
-    settings = {**CONFIG, "role": "sender", "zmq_port": 0, "stage_id": 0, "backend_type": "xgmi"}
-    with pytest.raises(StartupError, match=r"Mori is not installed for .*pip install amd-mori"):
-        stage("make", {**settings, "worker_python": sys.executable}, 0)
-
-
-def test_a_stage_without_mori_cannot_receive_with_it(mori_stages: Stages) -> None:
-    stage = mori_stages.bare()
-    settings = {**CONFIG, "role": "receiver", "stage_id": 1, "backend_type": "xgmi"}
-    with pytest.raises(EngineUnavailable, match="also in the interpreter of a stage that receives"):
-        stage("make", {**settings, "worker_python": mori_stages.rig.python}, 0)
