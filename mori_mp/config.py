@@ -16,15 +16,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
-from importlib.util import find_spec
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from mori_mp import config_keys
-from mori_mp.config_keys import KeyDoc, key
+from mori_mp.config_keys import KeyDoc, key, size_key
+from mori_mp.config_rules import broken_rules
 from mori_mp.shared import files
 from mori_mp.shared.errors import ConfigError
 
@@ -63,6 +63,7 @@ def _read_pin(value: Any) -> Any:
 
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 _ListenPort = Annotated[int, Meta(ge=0, le=65535)]
+_PoolBytes = Annotated[int, Meta(ge=4096, le=1 << 50)]
 _Stage = Annotated[int, Meta(ge=0)]
 _Count = Annotated[int, Meta(ge=1, le=4096)]
 _Timeout = Annotated[float, Meta(gt=0, le=31_536_000)]
@@ -70,7 +71,6 @@ _Duration = Annotated[float, Meta(ge=0, le=31_536_000)]
 _Host = Annotated[str, Meta(pattern=r"^[^\s/]*$")]
 
 _HOST_TEXT = "a host name or IP address, or `auto` (also empty, `*`, `0.0.0.0`, `::`) for the detected one"
-_SIZE_TEXT = "a whole number, or text such as 512MiB = 512M (powers of 1024) or 1GB (of 1000)"
 _FILE_TEXT = "a path; `{pid}` (the stage's) and `{stage}` are replaced, other words in braces refused"
 _CPULIST_TEXT = "a kernel cpulist such as 0-3,8; empty = automatic"
 
@@ -108,15 +108,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     memory_pool_size: Annotated[
-        int,
-        Meta(ge=4096, le=1 << 50),
-        key(
-            "Size of the registered memory pool.",
-            unit="bytes",
-            allowed=f"{_SIZE_TEXT}; 4096..2^50",
-            read=config_keys.read_size,
-            mistaken=("pool_size",),
-        ),
+        _PoolBytes, size_key("Size of the registered memory pool.", mistaken=("pool_size",))
     ] = 1024**3
     memory_pool_device: Annotated[
         str,
@@ -136,14 +128,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     host_pool_size: Annotated[
-        int,
-        Meta(ge=4096, le=1 << 50),
-        key(
-            "Size of the host pool beside a GPU pool: what is not a GPU tensor travels in it.",
-            unit="bytes",
-            allowed=f"{_SIZE_TEXT}; 4096..2^50",
-            read=config_keys.read_size,
-        ),
+        _PoolBytes,
+        size_key("Size of the host pool beside a GPU pool: what is not a GPU tensor travels in it."),
     ] = 256 * 1024**2
     xgmi_num_streams: Annotated[_Count, key("Streams of the XGMI engine.")] = 64
     xgmi_num_events: Annotated[_Count, key("Events of the XGMI engine.")] = 64
@@ -163,12 +149,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     chunk_bytes: Annotated[
         Annotated[int, Meta(ge=4096, le=1 << 40)] | None,
-        key(
-            "RDMA: size of a chunk. Unset = as Mori has it.",
-            unit="bytes",
-            allowed=f"{_SIZE_TEXT}; 4096..2^40",
-            read=config_keys.read_size,
-        ),
+        size_key("RDMA: size of a chunk. Unset = as Mori has it."),
     ] = None
     max_chunks_per_transfer: Annotated[
         _Count | None, key("RDMA: most chunks of one transfer. Unset = as Mori has it.")
@@ -234,12 +215,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     eager_bytes: Annotated[
         int,
         Meta(ge=0, le=1024**2),
-        key(
-            "Payloads up to this size ride in the READY notice; 0 = none.",
-            unit="bytes",
-            allowed=f"{_SIZE_TEXT}; 0..1048576",
-            read=config_keys.read_size,
-        ),
+        size_key("Payloads up to this size ride in the READY notice; 0 = none."),
     ] = 65536
     buffer_ttl_seconds: Annotated[
         _Timeout, key("How long a published payload that nobody fetches is kept.", unit="seconds")
@@ -351,7 +327,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         found = config_keys.read_keys(ConnectorConfig, config, problems)
         if config.get("role") is None and found.keys() >= {"zmq_port", "sender_host", "sender_zmq_port"}:
             found["role"] = "dual"
-        problems += _broken_rules(config, found)
+        problems += broken_rules(config, found, defaults=config_keys.defaults(ConnectorConfig))
         if problems:
             if len(problems) == 1:
                 raise ConfigError(f"the connector's configuration has a problem: {problems[0]}")
@@ -414,75 +390,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
 def misspelt_keys(config: Mapping[str, Any]) -> list[str]:
     """The warnings that from_dict() logs: a sentence for each key that is nearly one of ours."""
     return config_keys.misspelt(ConnectorConfig, config)
-
-
-# ---- rules over several keys
-
-
-class _Rule(NamedTuple):
-    keys: tuple[str, ...]
-    broken: Callable[..., bool]  # takes the keys' values, in that order
-    text: str
-
-
-_RULES = (
-    _Rule(
-        ("backend_type", "memory_pool_device"),
-        lambda backend, device: backend == "xgmi" and device == "cpu",
-        "XGMI is a GPU-to-GPU fabric and cannot reach host memory; set memory_pool_device: cuda (or cuda:N),"
-        " or backend_type: auto",
-    ),
-    _Rule(
-        ("backend_type", "memory_pool_device"),
-        lambda backend, device: backend == "cuda_ipc" and device == "cpu",
-        "cuda_ipc shares GPU memory only; set memory_pool_device: cuda (or cuda:N), or backend_type: auto",
-    ),
-    _Rule(
-        ("backend_type", "memory_pool_device"),
-        lambda backend, device: backend == "shm" and device != "cpu",
-        "shm shares host memory only; set memory_pool_device: cpu, or backend_type: auto",
-    ),
-    _Rule(("post_batch_size",), lambda size: size == 0, "allowed: -1, or 1..1048576"),
-    _Rule(
-        ("num_transfer_workers", "worker_cpus"),
-        lambda workers, cpus: "|" in cpus and cpus.count("|") + 1 != workers,
-        "give one cpulist for all workers, or exactly one for each",
-    ),
-    _Rule(
-        ("worker_mode", "worker_python"),
-        lambda mode, python: mode == "thread" and python != "",
-        "threads run in the stage's own interpreter; set worker_mode: process, or leave worker_python out",
-    ),
-    _Rule(
-        ("health_dump_interval_seconds", "health_dump_path"),
-        lambda interval, path: interval > 0 and path == "",
-        "there is no file to write to; set health_dump_path, or leave the interval at 0",
-    ),
-    _Rule(
-        ("prometheus_port", "stage_id"),
-        lambda port, stage: port and port + max(stage, 0) > 65535,
-        "their sum is the port that is bound, and it is no port (1..65535)",
-    ),
-    _Rule(
-        ("prometheus_port",),
-        lambda port: port and find_spec("prometheus_client") is None,
-        "metrics need prometheus-client, which is not installed: pip install 'mori-mp[metrics]', or set 0",
-    ),
-)
-
-
-def _broken_rules(config: Mapping[str, Any], found: dict[str, Any]) -> list[str]:
-    table = config_keys.fields_of(ConnectorConfig)
-    broken = []
-    for rule in _RULES:
-        # A key that was refused by itself has been reported; what it was meant to be is unknown.
-        if any(config.get(name) is not None and name not in found for name in rule.keys):
-            continue
-        values = [found.get(key, table[key].doc.default) for key in rule.keys]
-        if rule.broken(*values):
-            named = " with ".join(f"{key}={value!r}" for key, value in zip(rule.keys, values, strict=True))
-            broken.append(f"{named}: {rule.text}")
-    return broken
 
 
 def _settle_device_name(found: dict[str, Any]) -> None:

@@ -28,6 +28,8 @@ Reader = Callable[[Any], Any]
 # host's own deploy files and connectors reaches it; tests/test_config.py holds that list.
 NEAR_MISS = 0.85
 
+_SIZE_WORDS = "a whole number, or text such as 512MiB = 512M (powers of 1024) or 1GB (of 1000);"
+
 
 def key(
     meaning: str,
@@ -43,6 +45,11 @@ def key(
     """
     extra = {"unit": unit, "allowed": allowed, "read": read, "mistaken": mistaken}
     return msgspec.Meta(description=meaning, extra=extra)
+
+
+def size_key(meaning: str, *, mistaken: tuple[str, ...] = ()) -> msgspec.Meta:
+    """Describe a key that holds a number of bytes, which may be given as text."""
+    return key(meaning, unit="bytes", read=read_size, mistaken=mistaken)
 
 
 class KeyDoc(msgspec.Struct, frozen=True):
@@ -137,6 +144,11 @@ def fields_of(struct: type[msgspec.Struct]) -> dict[str, Field]:
     return {info.name: _field(info) for info in msgspec.structs.fields(struct)}
 
 
+def defaults(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """What the keys of `struct` are where they are not given."""
+    return {name: field.doc.default for name, field in fields_of(struct).items()}
+
+
 def _field(info: msgspec.structs.FieldInfo) -> Field:
     node = mi.type_info(info.type)
     if not isinstance(node, mi.Metadata) or node.extra is None or node.extra_json_schema is None:
@@ -150,9 +162,10 @@ def _field(info: msgspec.structs.FieldInfo) -> Field:
         name, allowed = "str", ", ".join(f"`{choice}`" if choice else "empty" for choice in kind.values)
         read = _choice_reader(kind.values, read)
     elif isinstance(kind, mi.IntType):
-        name, allowed, read = "int", _bounds("a whole number", kind), read or read_int
+        words = _SIZE_WORDS if read is read_size else "a whole number,"
+        name, allowed, read = "int", _bounds(words, kind), read or read_int
     elif isinstance(kind, mi.FloatType):
-        name, allowed = "float", _bounds("a number", kind)
+        name, allowed = "float", _bounds("a number,", kind)
     elif isinstance(kind, mi.BoolType):
         name, allowed = "bool", "`true`, `false`"
     elif isinstance(kind, mi.StructType):
@@ -170,12 +183,20 @@ def _field(info: msgspec.structs.FieldInfo) -> Field:
     return Field(doc, info.type, read or (lambda value: value), nested, node.extra["mistaken"])
 
 
-def _bounds(word: str, kind: mi.IntType | mi.FloatType) -> str:
-    low = f"above {kind.gt:.10g}" if kind.gt is not None else None if kind.ge is None else f"{kind.ge:.10g}"
-    high = None if kind.le is None else f"{kind.le:.10g}"
+def _bounds(words: str, kind: mi.IntType | mi.FloatType) -> str:
+    """What a number may be; `words` end in the mark that its bounds follow."""
+    low = None if kind.ge is None else _number(kind.ge)
+    high = None if kind.le is None else _number(kind.le)
+    if kind.gt is not None:
+        low = f"above {_number(kind.gt)}"
     if low is None or high is None:
-        return word if low is None else f"{word}, {low} or more"
-    return f"{word}, {low}, at most {high}" if kind.gt is not None else f"{word}, {low}..{high}"
+        return words[:-1] if low is None else f"{words} {low} or more"
+    return f"{words} {low}, at most {high}" if kind.gt is not None else f"{words} {low}..{high}"
+
+
+def _number(value: float) -> str:
+    power = int(value).bit_length() - 1
+    return f"2^{power}" if power >= 30 and value == 1 << power else f"{value:.10g}"
 
 
 # ---- reading
