@@ -208,8 +208,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "lease", "landing"],
         key(
             "How a payload reaches a receiver on the same host: `lease` has the receiver read it in the"
-            " sender's pool, or copy it out of its GPU pool; `landing` has a worker write it into the"
-            " receiver's; `auto` leases where both ends can."
+            " sender's pool, or a GPU copy it from GPU pool to GPU pool; `landing` has a worker write it"
+            " into the receiver's; `auto` leases where both ends can."
         ),
     ] = "auto"
     eager_bytes: Annotated[

@@ -210,6 +210,7 @@ class MoriTransferEngineConnector:
                     replay=self.publisher.replay,
                     freed=self.publisher.freed,
                     health=self._health,
+                    target=self.publisher.set_target,
                     trace_folder=str(self._trace.folder) if self._trace is not None else "",
                 )
                 try:

@@ -10,6 +10,9 @@ free only when an event has happened that is recorded on the owner's current str
 other streams are the owner's to wait for, as with any torch tensor.
 
     put():   [ tensor ] --copy--> [ slot ]  event ~ ~ ~> worker --write--> [ slot of another stage's pool ]
+
+A receiver on this host may have posted a slot (`mori_mp.push`): then put() has the GPU go on from our slot to
+that one, on a stream of the pool's own, so that the caller's stream is not held up by it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,8 +43,27 @@ logger = logging.getLogger(__name__)
 EVENTS = 64
 """Puts whose copies may be under way at once without a wait for the oldest."""
 
+_PIPELINE_BYTES = 32 << 20
+"""From here on a push begins when a quarter of the copy into the pool is done, not the whole."""
+
 _never_freed: list[tuple[torch.Tensor, Passive | None, LentPool | None]] = []
 """Memory of closed pools that others may still use, with its registration and events."""
+
+
+class Copied(NamedTuple):
+    """What put() has enqueued for a slot, as numbers of events of the pool.
+
+    event: behind the copy into the slot; ended: behind the last read of it too, if it is pushed on to a
+    posted slot, else the same.
+    """
+
+    event: int
+    ended: int
+
+    @property
+    def pushed(self) -> bool:
+        """Tell whether the payload is pushed on."""
+        return self.ended != self.event
 
 
 class DevicePool:
@@ -77,6 +99,7 @@ class DevicePool:
         self.slots = DeviceSlots(self)
         self._lent: LentPool | None = None
         self._passive: Passive | None = None
+        self._push_stream: tuple[int, int] | None = None
         self._next_event = 0
         self._lock = threading.Lock()
 
@@ -102,30 +125,65 @@ class DevicePool:
         return self._accelerator.holds(tensor)
 
     # ---------------------------------------------------------------------------- sending
-    def copy_in(self, offset: int, tensor: torch.Tensor) -> int:
-        """Enqueue the copy of a dense GPU tensor to a slot; returns the number of the event behind it.
+    def copy_in(self, offset: int, tensor: torch.Tensor, target: int = 0) -> Copied:
+        """Enqueue the copy of a dense GPU tensor to a slot, and on to an address of a peer's pool, if given.
 
-        It runs on the caller's current stream of the pool's GPU, after what fills the tensor on its own.
-        Raises GpuError.
+        It runs on the caller's current stream of the pool's GPU, after what fills the tensor on its own. With
+        no free event for it nothing is pushed on. Raises GpuError.
         """
-        with self._lock, self._runtime.current(self.number):
+        runtime, source, size = self._runtime, tensor.data_ptr(), tensor.nbytes
+        slot = self.address + offset
+        with self._lock, runtime.current(self.number):
             event = self._free_event()
+            ended = self._happened_event(but=event) if target else None
             stream = self._accelerator.stream(self.number)
             with self._accelerator.reading(tensor, self.number):
-                self._runtime.memcpy_async(self.address + offset, tensor.data_ptr(), tensor.nbytes, stream)
-            self._record(event, stream)
-            return event
+                first = 0
+                if ended is not None and size >= _PIPELINE_BYTES:
+                    first = size // 4
+                    runtime.memcpy_async(slot, source, first, stream)
+                    self._push(self._midway(stream), slot, first, target)
+                runtime.memcpy_async(slot + first, source + first, size - first, stream)
+            return self._copied(event, ended, stream, slot + first, size - first, target + first)
 
-    def mark(self) -> int:
-        """Return an event behind what is now enqueued on the caller's current stream of the pool's GPU."""
+    def mark(self, offset: int, size: int, target: int = 0) -> Copied:
+        """Order a slot that is published as it is behind the caller's current stream; as copy_in()."""
         with self._lock, self._runtime.current(self.number):
             event = self._free_event()
-            self._record(event, self._accelerator.stream(self.number))
-            return event
+            ended = self._happened_event(but=event) if target else None
+            stream = self._accelerator.stream(self.number)
+            return self._copied(event, ended, stream, self.address + offset, size, target)
 
-    def _record(self, event: int, stream: int) -> None:
+    def _copied(
+        self, event: int, ended: int | None, stream: int, slot: int, size: int, target: int
+    ) -> Copied:
+        """Record an event, and push on bytes of a slot behind it if there is another event for that."""
         assert self._lent is not None
-        self._runtime.event_record(self._lent.events[event].handle, stream)
+        events = self._lent.events
+        self._runtime.event_record(events[event].handle, stream)
+        if ended is None:
+            return Copied(event, event)
+        self._runtime.event_record(events[ended].handle, self._push(events[event].handle, slot, size, target))
+        return Copied(event, ended)
+
+    def _push(self, after: int, slot: int, size: int, target: int) -> int:
+        """Enqueue the copy of bytes of a slot to a peer's, behind an event; returns the stream."""
+        stream, _ = self._pusher()
+        self._runtime.stream_wait_event(stream, after)
+        self._runtime.memcpy_async(target, slot, size, stream)
+        return stream
+
+    def _midway(self, stream: int) -> int:
+        """Record an event that no other process knows; it is recorded again as soon as it is waited for."""
+        _, event = self._pusher()
+        self._runtime.event_record(event, stream)
+        return event
+
+    def _pusher(self) -> tuple[int, int]:
+        """Return the stream that pushes, and that event."""
+        if self._push_stream is None:
+            self._push_stream = self._runtime.stream_create(), self._runtime.event_create()
+        return self._push_stream
 
     def _free_event(self) -> int:
         """Return the number of an event whose last record has happened; the next in turn, as a rule.
@@ -133,17 +191,22 @@ class DevicePool:
         One that has not happened must not be recorded again: its payload would be written too early if the
         new record happened first.
         """
-        assert self._lent is not None
-        events = self._lent.events
+        number = self._happened_event()
+        if number is None:
+            assert self._lent is not None
+            number = self._next_event
+            self._next_event = (number + 1) % EVENTS
+            self._waiting.event_synchronize(self._lent.events[number].handle)
+        return number
+
+    def _happened_event(self, but: int = -1) -> int | None:
+        """As _free_event(), but None if all (but one) are still to happen."""
         for step in range(EVENTS):
             number = (self._next_event + step) % EVENTS
-            if self.has_happened(number):
-                break
-        else:
-            number = self._next_event
-            self._waiting.event_synchronize(events[number].handle)
-        self._next_event = (number + 1) % EVENTS
-        return number
+            if number != but and self.has_happened(number):
+                self._next_event = (number + 1) % EVENTS
+                return number
+        return None
 
     def has_happened(self, event: int) -> bool:
         """Tell whether the last record of an event has happened, well or badly; True once the pool is closed.
@@ -151,13 +214,12 @@ class DevicePool:
         An event that is recorded again later than it was named says so later, never too early.
         """
         lent = self._lent
-        return lent is None or not self._pending(lambda: lent.events[event].query())
+        return lent is None or not self._is_pending(lent.events[event].handle)
 
-    @staticmethod
-    def _pending(query: Callable[[], bool]) -> bool:
+    def _is_pending(self, event: int) -> bool:
         """Tell whether an event is still to happen; work before it that has failed runs no more."""
         try:
-            return not query()
+            return not self._runtime.event_query(event)
         except GpuError as exc:
             logger.error("GPU work has failed: %s", exc)
             return False
@@ -172,14 +234,14 @@ class DevicePool:
 
     def happened(self, event: int) -> bool:
         """Tell whether an event of `last_read()` has happened, well or badly, and destroy it if so."""
-        if self._pending(lambda: self._runtime.event_query(event)):
+        if self._is_pending(event):
             return False
         with suppress(GpuError):  # a lost context has none
             self._runtime.event_destroy(event)
         return True
 
     def borrow(self, packed: bytes) -> LentDevice:
-        """Map a sender's GPU pool, to copy from. Raises WireError, EngineUnavailable."""
+        """Map a peer's GPU pool, to copy from or to. Raises WireError, EngineUnavailable."""
         return LentDevice(packed, self._runtime, self._waiting, self.number)
 
     # -------------------------------------------------------------------------------- end
@@ -203,6 +265,10 @@ class DevicePool:
                         self._passive.close()
                     if self._lent is not None:
                         self._lent.close()
+                    if self._push_stream is not None:
+                        self._runtime.stream_destroy(self._push_stream[0])
+                        self._runtime.event_destroy(self._push_stream[1])
+            self._push_stream = None
             self._passive = self._lent = None
             del self.tensor
 
@@ -214,13 +280,14 @@ class DeviceSlots(Slots):
         super().__init__(pool.size)
         self._pool = pool
         self._in_use: deque[tuple[Callable[[], bool], int]] = deque()  # (whether that has ended, offset)
+        self.posted: dict[int, int] = {}  # by offset, the bytes of slots that are posted to senders
 
     def give_back_written(self, offset: int, event: int) -> None:
         """Remove an owner once put()'s copy into the slot, behind an event of the pool, has ended."""
         if event < 0 or self._pool.has_happened(event):
             self.give_back(offset)
         else:
-            self._in_use.append((partial(self._pool.has_happened, event), offset))
+            self.give_back_when(partial(self._pool.has_happened, event), offset)
 
     def give_back_read(self, offset: int) -> None:
         """Remove an owner once what is now enqueued on the caller's stream is done with the slot.
@@ -233,7 +300,11 @@ class DeviceSlots(Slots):
             logger.error("a GPU buffer cannot be ordered behind its readers: %s", exc)
             self.give_back(offset)
             return
-        self._in_use.append((partial(self._pool.happened, event), offset))
+        self.give_back_when(partial(self._pool.happened, event), offset)
+
+    def give_back_when(self, ended: Callable[[], bool], offset: int) -> None:
+        """Remove an owner once ended() says so, which is asked now and then and must not wait."""
+        self._in_use.append((ended, offset))
 
     def collect(self) -> None:
         for _ in range(len(self._in_use)):
@@ -246,3 +317,11 @@ class DeviceSlots(Slots):
             else:
                 self._in_use.append((ended, offset))
         super().collect()
+
+    def stats(self) -> dict[str, int]:
+        """As ever; slots that are posted count as free, since they are taken back when they are needed."""
+        stats, posted = super().stats(), list(self.posted.values())
+        stats["used_bytes"] -= sum(posted)
+        stats["free_bytes"] += sum(posted)
+        stats["slots"] -= len(posted)
+        return {**stats, "posted_bytes": sum(posted)}

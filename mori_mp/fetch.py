@@ -1,8 +1,9 @@
-"""Delivers what a sender has announced: eager, offered, leased or landing (see `mori_mp.receiver`)."""
+"""Delivers what a sender has: pushed, eager, offered, leased or landing (see `mori_mp.receiver`)."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import Any, NamedTuple
 
@@ -12,13 +13,22 @@ from mori_mp import codec
 from mori_mp.device_pool import DevicePool
 from mori_mp.intake import Intake, Late, standalone
 from mori_mp.landing import Delivery
+from mori_mp.lent_device import LentDevice
 from mori_mp.link import Link
 from mori_mp.managed import ManagedBuffer
 from mori_mp.meters import StageMeters
+from mori_mp.posted import PostedSlots
 from mori_mp.shared import wire
 from mori_mp.shared.errors import CorruptPayload, EngineUnavailable, TransferFailed, WireError
 
 logger = logging.getLogger(__name__)
+
+
+class Pushed(NamedTuple):
+    """A payload that was pushed; found None: it is still being copied, and time is over."""
+
+    found: tuple[Any, int] | None
+    generation: int
 
 
 class Fetcher:
@@ -38,6 +48,51 @@ class Fetcher:
     def use_device(self, pool: DevicePool) -> None:
         """Copy offered GPU payloads into this pool."""
         self._device = pool
+
+    # ---------------------------------------------------------------------------- pushed
+    def pushed(self, link: Link, key: str, deadline: float | None) -> Pushed | None:
+        """Deliver a payload that the sender has pushed; None if there is none. deadline: as for fetch()."""
+        posts = link.posts
+        filled = posts.claim(key) if posts is not None else None
+        if posts is None or filled is None:
+            return None
+        until = deadline
+        if until is None:
+            until = time.monotonic() + self._intake.transfer_seconds(filled.size)
+        if posts.is_short(filled.size):
+            posts.replenish()  # now, since the copy may still be under way
+        try:
+            arrived = posts.arrived(filled, until)
+        except (WireError, TransferFailed) as exc:
+            posts.drop(filled)
+            self._intake.fault("get_failed", f"a push cannot be taken: {exc}", key, link)
+            return None
+        if not arrived:
+            if posts.let_go(filled):
+                return None  # with its sender
+            self._intake.count_timeout(key, link, "its sender's GPU has not copied it in time")
+            return Pushed(None, filled.generation)
+        if not link.mailbox.mark_taken(filled.generation):
+            posts.drop(filled)
+            return None
+        link.mailbox.took_unannounced(key, filled.generation)
+        link.settle_later(filled.generation)
+        slot = posts.take(filled)
+        found = self._intake.finish(key, True, slot.landed(link.send_queued), "push")
+        return Pushed(found, filled.generation)
+
+    def _expect(self, link: Link, size: int) -> None:
+        """Have the sender push payloads like this one from now on, if it can."""
+        posts = link.posts_for(self._new_posts)
+        if posts is not None:
+            posts.expect(size)
+            if posts.is_short(size):
+                posts.replenish()
+
+    def _new_posts(self, sender: LentDevice) -> PostedSlots:
+        assert self._device is not None
+        assert self._intake.device is not None
+        return PostedSlots(self._device, self._intake.device, sender, str(os.getpid()))
 
     def transfer_seconds(self, size: int) -> float:
         """Return how long a transfer of size bytes may take without a deadline of the caller's."""
@@ -136,6 +191,7 @@ class Fetcher:
         if not ours:
             slot.give_back()
             return None
+        self._expect(link, ready.size)
         return self._finish(order, ready.fast_path, slot.landed(), "lease")
 
     def _pull(self, order: _Order, request: wire.Pull) -> wire.Done | None:
@@ -291,6 +347,11 @@ class GpuTensors:
 
     def _get(self, key: str, nbytes: int) -> torch.Tensor:
         mailbox = self._link.mailbox
+        pushed = self._fetcher.pushed(self._link, key, self.deadline)
+        if pushed is not None:
+            if pushed.found is None:
+                raise codec.TensorMissing(gone=False)
+            return self._tensor(key, nbytes, pushed.found)
         ready = mailbox.get(key)
         if ready is None or not mailbox.take(ready):
             mailbox.forget(key)
@@ -303,6 +364,9 @@ class GpuTensors:
         found = self._fetcher.attempt(self._link, ready, until, None)
         if found is None or found is GONE:
             raise codec.TensorMissing(gone=found is GONE)
+        return self._tensor(key, nbytes, found)
+
+    def _tensor(self, key: str, nbytes: int, found: tuple[Any, int]) -> torch.Tensor:
         if not isinstance(found[0], ManagedBuffer) or found[1] != nbytes:
             raise CorruptPayload(f"its GPU tensor {key!r} is something else")
         return self._fetcher.to_place(found[0])

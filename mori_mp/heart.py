@@ -53,6 +53,7 @@ def start(
     replay: Callable[[], Any],
     freed: Callable[[list[int]], None],
     health: StageHealth,
+    target: Callable[[str, bytes], None],
     trace_folder: str = "",
 ) -> Heart:
     """Start control process and workers and wait until they serve. trace_folder: of spans, "" for none.
@@ -116,7 +117,7 @@ def start(
     )
     launch = (lambda setup, _: ControlThread(setup, pools.host)) if threads else launch_process
     supervisor = Supervisor(
-        template, pools.host, folder, launch, replay, freed, health.stage_part, health.faults
+        template, pools.host, folder, launch, replay, freed, health.stage_part, health.faults, target
     )
     try:
         supervisor.start()

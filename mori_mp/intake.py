@@ -69,6 +69,8 @@ class Intake:
     ) -> None:
         self.host = host
         self.device: Place | None = None
+        self.reclaim: Callable[[], None] = lambda: None
+        """Takes back slots of the GPU pool that are posted to senders."""
         self._board = board
         self.timeouts = timeouts
         self._decode_view = decode_view
@@ -95,7 +97,9 @@ class Intake:
             return Slot(place, slots.alloc(size), size)
         except PoolExhausted as full:
             exhausted = full
-        self._drop_before(time.monotonic())  # rather these than the payload that is asked for
+        if device:  # rather all these than the payload that is asked for
+            self.reclaim()
+        self._drop_before(time.monotonic(), place)
         told = False
         while True:
             try:
@@ -163,10 +167,10 @@ class Intake:
         """Let go of what came late for a key."""
         self._late.pop(key, None)
 
-    def _drop_before(self, before: float) -> None:
-        """Let go of the payloads that came late, before a time (monotonic seconds)."""
+    def _drop_before(self, before: float, place: Place | None = None) -> None:
+        """Let go of the payloads that came late, before a time (monotonic seconds); of one pool, if given."""
         for key, late in list(self._late.items()):
-            if late.since <= before:
+            if late.since <= before and (place is None or place.holds(late.delivery)):
                 self._late.pop(key, None)
 
     # ----------------------------------------------------------------------- hand-out
@@ -272,6 +276,7 @@ _COUNTERS = (
     "bytes",
     "eager",
     "lease",
+    "push",
     "landing",
     "misses",
     "unreached",

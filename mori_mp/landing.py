@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -45,8 +46,12 @@ class Place(Protocol):
     @property
     def slots(self) -> Slots: ...
 
-    def landed(self, offset: int, size: int) -> Delivery:
-        """Take over a slot that a write has filled."""
+    def landed(self, offset: int, size: int, then: Callable[[], None]) -> Delivery:
+        """Take over a slot that a write has filled; then() is called after its release."""
+        ...
+
+    def holds(self, delivery: Delivery) -> bool:
+        """Tell whether a delivery lies in a slot of this pool."""
         ...
 
     def close(self) -> None:
@@ -64,9 +69,16 @@ class HostPlace:
         self._pool = slots.pool
         self._tensor = torch.frombuffer(slots.pool.view, dtype=torch.uint8)
 
-    def landed(self, offset: int, size: int) -> Delivery:
-        buffer = ManagedBuffer(self._tensor, offset, size, lambda: self.slots.give_back(offset))
+    def landed(self, offset: int, size: int, then: Callable[[], None]) -> Delivery:
+        def release() -> None:
+            self.slots.give_back(offset)
+            then()
+
+        buffer = ManagedBuffer(self._tensor, offset, size, release)
         return Delivery(self._pool.view[offset : offset + size], buffer)
+
+    def holds(self, delivery: Delivery) -> bool:
+        return delivery.buffer is not None and delivery.buffer.pool_tensor is self._tensor
 
     def close(self) -> None:
         del self._tensor
@@ -80,11 +92,17 @@ class DevicePlace:
         self.slots: Slots = pool.slots
         self.engine_desc, self.mem_desc = pool.receive()
 
-    def landed(self, offset: int, size: int) -> Delivery:
+    def landed(self, offset: int, size: int, then: Callable[[], None]) -> Delivery:
         slots = self._pool.slots
-        return Delivery(
-            None, ManagedBuffer(self._pool.tensor, offset, size, lambda: slots.give_back_read(offset))
-        )
+
+        def release() -> None:
+            slots.give_back_read(offset)
+            then()
+
+        return Delivery(None, ManagedBuffer(self._pool.tensor, offset, size, release))
+
+    def holds(self, delivery: Delivery) -> bool:
+        return delivery.buffer is not None and delivery.buffer.pool_tensor is self._pool.tensor
 
     def close(self) -> None:
         """The pool is the connector's to close."""
@@ -97,9 +115,9 @@ class Slot(NamedTuple):
     offset: int
     size: int
 
-    def landed(self) -> Delivery:
-        """Take it over, filled by a write."""
-        return self.place.landed(self.offset, self.size)
+    def landed(self, then: Callable[[], None] = lambda: None) -> Delivery:
+        """Take it over, filled by a write; then() is called after its release, in finalizers too."""
+        return self.place.landed(self.offset, self.size, then)
 
     def give_back(self) -> None:
         """Return it; nothing was or can be written into it."""

@@ -1,17 +1,20 @@
-"""A sender's GPU pool, mapped here: an offered payload is copied from it into our own pool by our own GPU.
+"""A peer's GPU pool, mapped here: offered payloads are copied from it, and others pushed into it.
 
-On one host this saves the way through the sender's processes: nobody but the receiver has to wake up. The
-copy is waited for, since the payload must be there on whichever stream it is used next. That takes some
-10 microseconds for a small payload, with the GIL kept, and no longer than KEEP_GIL_SECONDS for any: beyond
-that the wait gives it up.
+On one host this saves the way through the sender's processes. An offered payload is copied into our own pool
+by our own GPU: nobody but the receiver has to wake up. The copy is waited for, and so is one that the sender
+pushes, since the payload must be there on whichever stream it is used next. That takes some 10 microseconds
+for a small payload, with the GIL kept, and no longer than KEEP_GIL_SECONDS for any: beyond that the wait
+gives it up.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 from mori_mp.shared.errors import EngineUnavailable, TransferFailed, WireError
@@ -20,6 +23,8 @@ from mori_mp.workers.engines import gpu_pool
 from mori_mp.workers.engines.gpu_pool import GpuPoolDescriptor, LentPool
 from mori_mp.workers.engines.gpu_runtime import GpuError, GpuRuntime
 from mori_mp.workers.engines.liveness import PeerProcess
+
+logger = logging.getLogger(__name__)
 
 KEEP_GIL_SECONDS = 0.001
 _PAUSE_SECONDS = 0.0002
@@ -86,13 +91,69 @@ class LentDevice:
             self._unmap()
             raise
 
+    @property
+    def gone(self) -> bool:
+        """Tell whether the process that lends the pool has exited."""
+        return self._sender.gone()
+
+    def arrived(self, event: int, deadline: float) -> bool:
+        """Wait for what the pool's process has enqueued before an event (-1: it is known to be over).
+
+        False as for copy(). Raises WireError, TransferFailed.
+        """
+        if event < 0:
+            return True
+        events = self._known_events()
+        if event >= len(events):
+            raise WireError(f"a GPU pool of {len(events)} events has none with number {event}")
+        if not self._begin():
+            return False
+        try:
+            with self._runtime.current(self._device):
+                happened = self._await(events[event], deadline)
+            return happened and not self._sender.gone()
+        except GpuError as exc:
+            raise TransferFailed(f"GPU copy by the sender: {exc}") from exc
+        finally:
+            self._end()
+
+    def watch(self, event: int) -> Callable[[], bool]:
+        """Return what tells whether an event has happened, or its process has gone, which ends its copies.
+
+        The pool stays mapped until it has said so once.
+        """
+        if event < 0:
+            return lambda: True
+        events = self._known_events()
+        if event >= len(events) or not self._begin():
+            return self._sender.gone
+        watched, watching = events[event], [True]
+
+        def over() -> bool:
+            if watching and not self._sender.gone():
+                try:
+                    with self._runtime.current(self._device):
+                        if not self._runtime.event_query(watched):
+                            return False
+                except GpuError as exc:  # work before it has failed and runs no more
+                    logger.error("a sender's GPU copy has failed: %s", exc)
+            with suppress(IndexError):  # another thread has found out, too
+                watching.pop()
+                self._end()
+            return True
+
+        return over
+
+    def _known_events(self) -> list[int]:
+        return self._events if self._own is None else [event.handle for event in self._own.events]
+
     def copy(self, offset: int, size: int, target: int, event: int, deadline: float) -> bool:
         """Copy a payload, behind an event of the pool (-1: none), to an address of our GPU, and wait for it.
 
         False if the event has not happened by deadline (monotonic seconds), or the pool is gone; what has
         been copied then means nothing. Raises WireError, TransferFailed.
         """
-        events = self._events if self._own is None else [event.handle for event in self._own.events]
+        events = self._known_events()
         if self._own is not None and not events:
             return False  # it is closed
         if not 0 <= offset < offset + size <= self.size or event >= len(events):

@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
@@ -23,6 +24,7 @@ from mori_mp.lent import LentPool
 from mori_mp.lent_device import LentDevice
 from mori_mp.link_v1 import V1Requests
 from mori_mp.mailbox import Mailbox
+from mori_mp.posted import PostedSlots
 from mori_mp.pulls import LateHandler, Pulls, who
 from mori_mp.shared import wire
 from mori_mp.shared.errors import EngineUnavailable, WireError
@@ -84,7 +86,7 @@ class Link:
         self.welcome: wire.Welcome | None = None
         self.greeted = False  # a caller has waited for the first contact once
         self._edges: set[str] = set()
-        self._map_lock = threading.Lock()
+        self._map_lock = threading.RLock()  # a finalizer that meets a new sender comes here in the middle
         self._corrs = itertools.count(1)  # next() is atomic
         self._pulls = Pulls(self._post, self._corr)
         self._last_audit = 0.0
@@ -95,6 +97,9 @@ class Link:
         self._hello_pending = False
         self._lent: tuple[str, LentPool] | None = None  # epoch, pool
         self._device: tuple[str, LentDevice | None] | None = None  # the same of its GPU pool
+        self.posts: PostedSlots | None = None  # what it may push into
+        self._former_posts: deque[PostedSlots] = deque()  # those of former senders, still to be retired
+        self._retired_posts: list[PostedSlots] = []
         self._lane: Line | None = None
         self._lane_of: tuple[str, int] | None = None  # who offered the lane that was tried last
         self._closed = False
@@ -179,6 +184,7 @@ class Link:
                 us.lease,
                 us.device_engine_desc,
                 us.device_mem_desc,
+                self.posts.packed if self.posts is not None else b"",
             )
         )
 
@@ -287,10 +293,12 @@ class Link:
         self._faults.report(logger, "sender_restarted", text, peer=self.address, level=logging.WARNING)
         if not same_stage:
             self.mailbox = Mailbox()
+            self._leave_posts()
             with self._map_lock:  # what a stage that is gone has lent keeps its memory from being free
                 self._retire_device()
             self._pulls.stage_replaced(welcome.epoch)
         else:
+            self.mailbox.renew()
             self._pulls.control_replaced(welcome)
 
     # ------------------------------------------------------------------------ payloads
@@ -332,6 +340,15 @@ class Link:
                 "" if welcome is None else welcome.epoch,
             )
         )
+
+    def settle_later(self, consumed: int) -> None:
+        """As settle(), but with the next message or `send_queued()`: nobody waits for it."""
+        message = wire.Settle([consumed], [], self.epoch)
+        (self._lane or self._line).post_later([wire.encode(message)])
+
+    def send_queued(self) -> None:
+        """Send what was left for later. Safe in a finalizer."""
+        self._board.send_queued()
 
     @property
     def _addressee(self) -> wire.Welcome | None:
@@ -379,6 +396,40 @@ class Link:
             self._device = welcome.epoch, lent
             return lent
 
+    def posts_for(self, make: Callable[[LentDevice], PostedSlots]) -> PostedSlots | None:
+        """Return what the sender may push into, made on first use; None if it does not push.
+
+        Not for handlers and finalizers.
+        """
+        self._retire_posts()
+        with self._map_lock:
+            welcome, device = self.welcome, self._device
+            if welcome is None or self._closed or not welcome.pushes or device is None:
+                return None
+            if self.posts is not None or device[0] != welcome.epoch or device[1] is None:
+                return self.posts
+            self.posts = posts = make(device[1])
+        self._say_hello()
+        return posts
+
+    def _leave_posts(self) -> None:
+        posts, self.posts = self.posts, None
+        if posts is not None:
+            self._former_posts.append(posts)
+
+    def _retire_posts(self) -> None:
+        while self._former_posts:
+            posts = self._former_posts.popleft()
+            posts.retire()
+            if not posts.is_over:
+                self._retired_posts.append(posts)
+
+    @property
+    def late_pushes(self) -> bool:
+        """Tell whether a sender's push may still come, once the link is closed."""
+        self._retired_posts = [posts for posts in self._retired_posts if not posts.is_over]
+        return bool(self._retired_posts)
+
     def _retire_pool(self) -> None:
         lent, self._lent = self._lent, None
         if lent is not None:
@@ -393,5 +444,7 @@ class Link:
         """Let go of the lent pool; the switchboard closes the sockets."""
         with self._map_lock:
             self._closed = True
+            self._leave_posts()
+            self._retire_posts()
             self._retire_pool()
             self._retire_device()

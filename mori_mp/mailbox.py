@@ -25,6 +25,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._ready: OrderedDict[str, Ready] = OrderedDict()
         self._taken: OrderedDict[int, object] = OrderedDict()
+        self._unseen: OrderedDict[int, object] = OrderedDict()  # taken before their notices
         self._missed: dict[str, None] = {}
 
     def __len__(self) -> int:
@@ -33,7 +34,8 @@ class Mailbox:
     def deliver(self, notice: Ready) -> list[int]:
         """Take in a notice. Returns generations that the sender should be told are settled already."""
         if notice.generation in self._taken:
-            return [notice.generation]
+            known = self._unseen.pop(notice.generation, None) is not None
+            return [] if known else [notice.generation]
         old = self._ready.get(notice.key)
         if old is not None and old.generation > notice.generation:
             return []
@@ -81,6 +83,17 @@ class Mailbox:
     def mark_taken(self, generation: int) -> bool:
         """Remember that a generation has been delivered; False if it had been already."""
         return claim(self._taken, generation, MAX_TAKEN)
+
+    def took_unannounced(self, key: str, generation: int) -> None:
+        """A payload has been taken, and the sender is being told, whether or not its notice has come."""
+        ready = self._ready.get(key)
+        if ready is None or ready.generation != generation or self._ready.pop(key, None) is None:
+            claim(self._unseen, generation, MAX_TAKEN)
+        self._missed.pop(key, None)
+
+    def renew(self) -> None:
+        """Another control process may not know what its predecessor was told: answer its notices anew."""
+        self._unseen.clear()
 
     def collect_missed(self) -> list[str]:
         """Return the keys missed since the last call, to audit."""

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mori_mp import codec
-from mori_mp.device_pool import DevicePool
+from mori_mp.device_pool import Copied, DevicePool
 from mori_mp.managed import ManagedBuffer
+from mori_mp.push import Push, Pusher
 from mori_mp.shared import wire
 from mori_mp.shared.claims import Claims
 from mori_mp.shared.errors import PayloadError, PoolExhausted
@@ -38,11 +39,24 @@ POOL_WAIT_SECONDS = 1.0
 
 
 class _Publication(NamedTuple):
-    """whole: internal key of the payload that it is, or is a part of."""
+    """whole: internal key of the payload that it is, or is a part of.
+
+    ended: the event of the GPU pool behind all that put() has enqueued on its memory, -1 for none.
+    """
 
     message: Publish
     name: str
     whole: str
+    ended: int
+
+
+class _InPlace(NamedTuple):
+    """A payload in its slot of a pool, before it is published. offset is the published one."""
+
+    offset: int
+    size: int
+    copied: Copied = Copied(-1, -1)
+    push: Push | None = None
 
 
 class Publisher:
@@ -51,6 +65,7 @@ class Publisher:
     def __init__(self, slots: PoolSlots, tracer: Tracer | None = None) -> None:
         self._slots = slots
         self._device: DevicePool | None = None
+        self._pusher: Pusher | None = None
         self._apart = False
         self._tracer = tracer
         self._hot: HotChannel | None = None
@@ -71,7 +86,12 @@ class Publisher:
 
         apart: those inside objects too, by themselves; else they are encoded with the object.
         """
-        self._device, self._apart = pool, apart
+        self._device, self._pusher, self._apart = pool, Pusher(pool), apart
+
+    def set_target(self, edge: str, posts: bytes) -> None:
+        """Push GPU payloads of an edge to the receiver that posts slots so; b"" for to none."""
+        if self._pusher is not None:
+            self._pusher.set_target(edge, posts)
 
     def pool_stats(self) -> dict[str, dict[str, int]]:
         """Describe the pools for health(): `pool`, and `device_pool` if there is one."""
@@ -100,12 +120,15 @@ class Publisher:
         began_ns = time.monotonic_ns()
         if len(key.encode()) > wire.MAX_KEY_BYTES:
             raise PayloadError(f"key {key[:80]!r}… is longer than {wire.MAX_KEY_BYTES} bytes")
-        self.collect()
+        done = self._put(name, key, data, began_ns)
+        self.collect()  # not before: who waits for this payload does not wait for that
+        return done
+
+    def _put(self, name: str, key: str, data: Any, began_ns: int) -> tuple[int, bool] | None:
         if isinstance(data, ManagedBuffer):
-            own = self._own_slot(data)
+            own = self._own_slot(key, data)
             if own is not None:
-                offset, event = own
-                self._publish(name, key, offset, data.size, True, began_ns, event)
+                self._publish(name, key, own, True, began_ns)
                 return data.size, True
         if isinstance(data, ManagedBuffer) or _is_managed(data):
             data = data.tensor
@@ -118,7 +141,7 @@ class Publisher:
             offset = self._alloc(self._slots, size)
             copy_memory(self._slots.pool.address + offset, address, size)
             del keepalive
-            self._publish(name, key, offset, size, True, began_ns)
+            self._publish(name, key, _InPlace(offset, size), True, began_ns)
             return size, True
         return self._put_object(name, key, data, began_ns), False
 
@@ -129,23 +152,24 @@ class Publisher:
             apart = codec.DeviceTensors(key, next(self._generations), self._device.holds)
         plan = codec.plan(data, apart)
         offset = self._alloc(self._slots, plan.nbytes)
-        copied: list[tuple[str, int, int, int]] = []
+        copied: list[tuple[str, _InPlace]] = []
         try:
             plan.write_into_address(self._slots.pool.address + offset)
             for part, tensor in apart.tensors if apart is not None else ():
                 assert self._device is not None
                 if len(part.encode()) > wire.MAX_KEY_BYTES:
                     raise PayloadError(f"key {key[:80]!r}… leaves no room to name its GPU tensors")
-                copied.append((part, tensor.nbytes, *self._copy_to_device(self._device, tensor)))
+                copied.append((part, self._copy_to_device(self._device, part, tensor)))
         except BaseException:
-            for _, _, at, event in copied:
-                self._give_back(at, event)
+            for part, place in copied:
+                self._give_back(place.offset, place.copied.ended)
+                self._fill(place, part, next(self._generations))  # of what is not live
             self._slots.give_back(offset)
             raise
         before = self._parts(name, key) if self._apart else []
-        for part, size, at, event in copied:
-            self._publish(name, part, at, size, True, began_ns, event, key)
-        self._publish(name, key, offset, plan.nbytes, False, began_ns)
+        for part, place in copied:
+            self._publish(name, part, place, True, began_ns, key)
+        self._publish(name, key, _InPlace(offset, plan.nbytes), False, began_ns)
         if before:  # those of the object that this one replaces
             assert self._hot is not None
             self._hot.send(Withdraw(before))
@@ -173,38 +197,54 @@ class Publisher:
         size = data.nbytes
         if size == 0:
             return None
-        offset, event = self._copy_to_device(pool, data)
-        self._publish(name, key, offset, size, True, began_ns, event)
+        self._publish(name, key, self._copy_to_device(pool, key, data), True, began_ns)
         return size, True
 
-    def _copy_to_device(self, pool: DevicePool, tensor: torch.Tensor) -> tuple[int, int]:
-        """Enqueue the copy of a tensor into the GPU pool; returns (published offset, event)."""
+    def _copy_to_device(self, pool: DevicePool, key: str, tensor: torch.Tensor) -> _InPlace:
+        """Enqueue the copy of a tensor into the GPU pool, and on to a slot that its receiver has posted."""
         tensor = codec.dense(tensor)
-        offset = self._alloc(pool.slots, tensor.nbytes)
+        size = tensor.nbytes
+        offset = self._alloc(pool.slots, size)
+        push = self._begin_push(key, size)
         try:
-            return self._slots.size + offset, pool.copy_in(offset, tensor)
+            copied = pool.copy_in(offset, tensor, push.address if push is not None else 0)
         except BaseException:
             pool.slots.give_back_read(offset)  # the copy may have been enqueued
+            if push is not None and self._pusher is not None:
+                self._pusher.fail(push)
             raise
+        return _InPlace(self._slots.size + offset, size, copied, push)
 
-    def _own_slot(self, data: ManagedBuffer) -> tuple[int, int] | None:
-        """Take a share of the slot of one of our own buffers, to publish it as it is; (offset, event)."""
+    def _begin_push(self, key: str, size: int) -> Push | None:
+        return self._pusher.begin(wire.edge_of(key), size) if self._pusher is not None else None
+
+    def _own_slot(self, key: str, data: ManagedBuffer) -> _InPlace | None:
+        """Take a share of the slot of one of our own buffers, to publish it as it is."""
         if data.released:
             return None
         pool, address = self._device, data.pool_tensor.data_ptr()
         on_device = pool is not None and address == pool.address
         if not on_device and address != self._slots.pool.address:
             return None
-        slots: Slots = self._slots
-        offset, event = data.offset, -1
-        if on_device and pool is not None:
-            slots, offset, event = pool.slots, self._slots.size + data.offset, pool.mark()
+        slots: Slots = self._slots if not on_device or pool is None else pool.slots
+        offset = data.offset + (self._slots.size if on_device else 0)
         with self._lock:
             if offset in self._offsets:
                 return None  # published already: one block carries one publication, so copy
             slots.share(data.offset)
             self._offsets.add(offset)
-        return offset, event
+        if not on_device or pool is None:
+            return _InPlace(offset, data.size)
+        push = self._begin_push(key, data.size)
+        try:
+            copied = pool.mark(data.offset, data.size, push.address if push is not None else 0)
+        except BaseException:
+            self._offsets.discard(offset)
+            slots.give_back(data.offset)
+            if push is not None and self._pusher is not None:
+                self._pusher.fail(push)
+            raise
+        return _InPlace(offset, data.size, copied, push)
 
     def _give_back(self, offset: int, event: int) -> None:
         """Remove an owner of a published slot; a copy into the GPU pool may still be on its way."""
@@ -239,28 +279,40 @@ class Publisher:
         self.collect()
 
     def _publish(
-        self,
-        name: str,
-        key: str,
-        offset: int,
-        size: int,
-        fast_path: bool,
-        began_ns: int,
-        event: int = -1,
-        whole: str = "",
+        self, name: str, key: str, place: _InPlace, fast_path: bool, began_ns: int, whole: str = ""
     ) -> None:
         assert self._hot is not None
-        began_us, now_us = began_ns // 1000, time.monotonic_ns() // 1000
         generation = next(self._generations)
-        message = Publish(key, generation, offset, size, fast_path, False, began_us, now_us - began_us, event)
+        began_us, now_us = began_ns // 1000, time.monotonic_ns() // 1000
+        message = Publish(
+            key,
+            generation,
+            place.offset,
+            place.size,
+            fast_path,
+            False,
+            began_us,
+            now_us - began_us,
+            place.copied.event,
+            place.copied.pushed,
+        )
         with self._lock:
-            self._live[message.generation] = _Publication(message, name, whole or key)
-            self._offsets.add(offset)
-            self._by_name.setdefault(name, set()).add(message.generation)
+            self._live[generation] = _Publication(message, name, whole or key, place.copied.ended)
+            self._offsets.add(place.offset)
+            self._by_name.setdefault(name, set()).add(generation)
         self._hot.send(message)
+        self._fill(place, key, generation)  # now that a receiver's answer to it means something
         if self._tracer is not None:
             now_ns = time.monotonic_ns()
-            self._tracer.add("put", began_ns, now_ns, key, generation=message.generation, size=size)
+            self._tracer.add("put", began_ns, now_ns, key, generation=generation, size=place.size)
+
+    def _fill(self, place: _InPlace, key: str, generation: int) -> None:
+        """Tell the receiver of a payload that is pushed, unless it is no more by now."""
+        if place.push is None or self._pusher is None:
+            return
+        self._pusher.fill(place.push, key, generation, place.size, place.copied)
+        if generation not in self._live:
+            self._pusher.withdraw([generation])
 
     def withdraw_from_device(self) -> bool:
         """Keep receivers from reading the GPU pool any more; False if one is just doing so.
@@ -268,6 +320,8 @@ class Publisher:
         For the end of the connector, when its control process is gone: a receiver that claims a payload now
         finds that it is not there.
         """
+        if self._pusher is not None:
+            self._pusher.close()
         pool, free = self._slots.pool, True
         claims = Claims(pool.fd)
         with self._lock:
@@ -298,7 +352,9 @@ class Publisher:
                 of_name.discard(generation)
                 if not of_name:
                     del self._by_name[publication.name]
-            self._give_back(publication.message.offset, publication.message.event)
+            self._give_back(publication.message.offset, publication.ended)
+        if self._pusher is not None:
+            self._pusher.withdraw(generations)
 
     def withdraw(self, name: str, key: str | None = None) -> int:
         """Withdraw what was put under name: on every edge, or only the internal key. Returns how many."""
@@ -309,6 +365,8 @@ class Publisher:
                 g for g in self._by_name.get(name, ()) if key is None or self._live[g].whole == key
             ]
         if generations:
+            if self._pusher is not None:
+                self._pusher.withdraw(generations)
             self._hot.send(Withdraw(generations))
         self.collect()
         return len(generations)

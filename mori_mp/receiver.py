@@ -2,6 +2,7 @@
 
 What get() does depends on what is known, cheapest first:
 
+    push     the sender has had it copied into a slot of our GPU pool that was posted: wait for that copy
     eager    the payload itself came with the Ready notice: nothing to ask
     offer    the notice says where it lies in the pool of a sender on this host: claim it, read it in place,
              or have our GPU copy it if it lies in GPU memory
@@ -81,12 +82,14 @@ class Receiver:
         place = DevicePlace(pool)
         self._us.device_engine_desc, self._us.device_mem_desc = place.engine_desc, place.mem_desc
         self._intake.device = place
+        self._intake.reclaim = self._reclaim_posts
         self._fetcher.use_device(pool)
 
     @property
     def late_device_writes(self) -> bool:
         """Tell whether a write into the GPU pool may still come."""
-        return self._intake.late_device_writes
+        late = [link.late_pushes for link in list(self._links.values())]
+        return any(late) or self._intake.late_device_writes
 
     # ---------------------------------------------------------------------------- links
     def link(self, host: str, port: int, edge: str) -> Link:
@@ -152,9 +155,18 @@ class Receiver:
         while True:
             if link.is_v1():
                 return self._v1.get(link, wanted, deadline)
+            known_ns = time.monotonic_ns()
+            pushed = self._fetcher.pushed(link, wanted.key, deadline)
+            if pushed is not None:
+                if pushed.found is not None:
+                    size = pushed.found[1]
+                    self._meters.fetched(wanted, known_ns, size, pushed.generation, link.epoch)
+                return pushed.found
             ready = self._find(link, wanted, deadline)
             if ready is _LATE:
                 return self._get(wanted, deadline)
+            if ready is _PUSHED:
+                continue
             if ready is None and link.is_v1():
                 continue
             if ready is None:
@@ -216,11 +228,11 @@ class Receiver:
     def _find(self, link: Link, wanted: Wanted, deadline: float | None) -> wire.Ready | None:
         """Look into the mailbox; wait for a notice if there is a deadline or one must be under way."""
         self._board.pump()
-        ready = link.mailbox.get(wanted.key)
+        ready = self._announced(link, wanted.key)
         spin_until = time.monotonic() + SPIN_SECONDS if wanted.size else 0.0
         while ready is None and time.monotonic() < spin_until:
             self._board.pump()
-            ready = link.mailbox.get(wanted.key)
+            ready = self._announced(link, wanted.key)
         if ready is not None:
             return ready
         link.audit(time.monotonic())  # here too, or a caller with short deadlines would never ask again
@@ -237,7 +249,16 @@ class Receiver:
             link.audit(time.monotonic())
 
     def _announced(self, link: Link, key: str) -> wire.Ready | None:
-        return _LATE if self._intake.has_late(key) else link.mailbox.get(key)
+        if self._intake.has_late(key):
+            return _LATE
+        if link.posts is not None and link.posts.has(key):
+            return _PUSHED
+        return link.mailbox.get(key)
+
+    def _reclaim_posts(self) -> None:
+        for link in list(self._links.values()):
+            if link.posts is not None:
+                link.posts.reclaim()
 
     def forget(self, key: str) -> None:
         """Do not ask for a key any more, on whichever edge; what came late is dropped."""
@@ -282,3 +303,4 @@ class Receiver:
 
 _NOTHING = memoryview(b"")
 _LATE = wire.Ready("", 0, 0, False, _NOTHING)  # stands for: look among the late deliveries
+_PUSHED = wire.Ready("", 0, 0, False, _NOTHING)  # stands for: look into the posted slots

@@ -44,7 +44,7 @@ Handler = Callable[[list[bytes]], None]
 
 
 class Line(ABC):
-    """One connection on a switchboard. All but post() is for the thread that holds the token."""
+    """One connection on a switchboard. All but the posting is for the thread that holds the token."""
 
     def __init__(self, board: Switchboard, handler: Handler) -> None:
         self._board = board
@@ -56,6 +56,10 @@ class Line(ABC):
         """Queue a message of one or more frames and see to it that it is sent."""
         self.outgoing.append(frames)
         self._board.nudge()
+
+    def post_later(self, frames: list[bytes]) -> None:
+        """Queue a message for whoever is next at the input and output of this switchboard."""
+        self.outgoing.append(frames)
 
     def flush(self) -> None:
         """Send what is queued, as far as that goes without waiting."""
@@ -227,6 +231,19 @@ class Switchboard:
                 os.eventfd_write(self._wake_fd, 1)
         finally:
             self._waking.pop()
+
+    def send_queued(self) -> None:
+        """Send what was posted for later, and call no handler; safe in a finalizer."""
+        while self._unsent():
+            if not self._take_token():
+                self._wake()
+                return
+            try:
+                for line in self._all():
+                    line.flush()
+            finally:
+                self._token.release()
+                self._hand_over()
 
     def pump(self) -> bool:
         """Send what is queued and take what has come; False if another thread is at it."""

@@ -4,7 +4,7 @@ Three channels, all msgpack arrays of the Structs below:
 
     stage   <-> control   "hot" socketpair   Publish Withdraw            ->   <- Freed
     stage   <-> control   "admin" socketpair HealthRequest Shutdown      ->   <- Started Failed Health Pooled
-                                             StageReport                 ->   <- StageRequest
+                                             StageReport StageFault      ->   <- StageRequest Target
     control <-> worker    ZMQ ipc:// or inproc://  AddPeer DropPeer Job Stop  ->   <- WorkerReady JobDone
 
 The stage's two channels are SOCK_SEQPACKET socketpairs rather than ZMQ, because the stage must be able to
@@ -32,6 +32,7 @@ class Publish(msgspec.Struct, array_like=True, tag=1):
     the number of its event that the payload is complete behind, -1 for none.
     replayed: told before to a control process that has died since; the lease board may know a reader.
     put_us: when put() was called, CLOCK_MONOTONIC microseconds; 0: not told. took_us: from then until now.
+    pushed: it is also being copied into a slot that the receiver has posted.
     """
 
     key: str
@@ -43,6 +44,7 @@ class Publish(msgspec.Struct, array_like=True, tag=1):
     put_us: int = 0
     took_us: int = 0
     event: int = -1
+    pushed: bool = False
 
 
 class Withdraw(msgspec.Struct, array_like=True, tag=2):
@@ -104,6 +106,13 @@ class StageFault(msgspec.Struct, array_like=True, tag=9):
     """Stage -> control: something went wrong here, have a dump written."""
 
     cause: str
+
+
+class Target(msgspec.Struct, array_like=True, tag=10):
+    """Control -> stage: how the only receiver on an edge posts slots (shared.posts); b"": there is none."""
+
+    edge: str
+    posts: bytes
 
 
 # ------------------------------------------------------------------------------ worker
@@ -179,7 +188,7 @@ class PoolBacked(msgspec.Struct, array_like=True, tag=8):
 HotToControl: TypeAlias = Publish | Withdraw
 HotToStage: TypeAlias = Freed
 AdminToControl: TypeAlias = HealthRequest | Shutdown | StageReport | StageFault
-AdminToStage: TypeAlias = Started | Failed | Health | Pooled | StageRequest
+AdminToStage: TypeAlias = Started | Failed | Health | Pooled | StageRequest | Target
 ToWorker: TypeAlias = AddPeer | DropPeer | Job | Stop
 FromWorker: TypeAlias = WorkerReady | WorkerFailed | JobDone | PoolBacked
 

@@ -7,29 +7,27 @@ Layout of the memfd, size being memory_pool_size rounded down to whole blocks of
 
 A stage with a GPU pool has the records of that one's blocks on the same board, behind those of the host pool.
 
-The memfd is sealed against shrinking and growing, so no process that maps it can be hit by SIGBUS because
-another one truncated it. A peer opens it through /proc/<pid>/fd/<fd> and checks name, seals and size before
-it trusts the mapping. That needs the same host, PID namespace and user, which `host_id` stands for.
+Peers on its host open it as `shared.memfd` says.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 
 import msgspec
 
+from mori_mp.shared import memfd
 from mori_mp.shared.board import RECORD_BYTES, LeaseBoard
 from mori_mp.shared.errors import EngineUnavailable, PoolUnbacked, WireError
+from mori_mp.shared.memfd import host_id
 from mori_mp.shared.memory import available_bytes
 
 BLOCK = 4096
 PREFAULT_STEP = 32 << 20
 _NAME = "mori-mp-pool-"
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap module before 3.14
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -98,10 +96,8 @@ class Pool:
                 f"Lower {key} or raise the memory limit."
             )
         name = _NAME + label
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = memfd.create(name, total)
         try:
-            os.ftruncate(fd, total)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, size, name)
         except BaseException:
             os.close(fd)
@@ -123,26 +119,11 @@ class Pool:
                 f"pool {desc.name} lies on another host or in another PID namespace; shm reaches only "
                 f"processes of one host that share a PID namespace. Use backend_type rdma between hosts."
             )
-        path = f"/proc/{desc.pid}/fd/{desc.fd}"
+        total = total_bytes(desc.size, desc.device_bytes)
+        fd = memfd.open_peer(f"pool {desc.name}", _NAME, desc.pid, desc.fd, desc.inode, total)
         try:
-            link = os.readlink(path)
-            if not link.startswith(f"/memfd:{_NAME}"):
-                raise WireError(f"{desc} names {link!r}, which is no pool")
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as exc:
-            why = _forbidden(desc.pid) if isinstance(exc, PermissionError) else str(exc)
-            raise EngineUnavailable(f"pool {desc.name} of process {desc.pid} is out of reach: {why}") from exc
-        try:
-            stat = os.fstat(fd)
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            if (
-                stat.st_ino != desc.inode
-                or stat.st_size != total_bytes(desc.size, desc.device_bytes)
-                or seals & _SEALS != _SEALS
-            ):
-                raise WireError(f"{desc} does not match what process {desc.pid} has open there")
             return cls(fd, desc.size, desc.name)
-        except OSError as exc:  # no memfd, or no room to map it
+        except OSError as exc:  # no room to map it
             os.close(fd)
             raise EngineUnavailable(
                 f"pool {desc.name} of process {desc.pid} cannot be mapped: {exc}"
@@ -166,18 +147,6 @@ class Pool:
         if fd >= 0:
             os.close(fd)
             del self._anchor, self.board, self.view, self._map
-
-
-def _forbidden(pid: int) -> str:
-    """Why this process may not open the files of another one."""
-    try:
-        with open(f"/proc/{pid}/status") as status:
-            owner = next(int(line.split()[1]) for line in status if line.startswith("Uid:"))
-    except OSError as exc:
-        return str(exc)
-    if owner != os.geteuid():
-        return f"it belongs to another user (uid {owner}, this is {os.geteuid()}); run all stages as one user"
-    return "its files are closed to others (PR_SET_DUMPABLE 0, ptrace rules); see mori-mp doctor"
 
 
 def total_bytes(size: int, device_bytes: int = 0) -> int:
@@ -208,13 +177,6 @@ def prefault(fd: int, offset: int, length: int) -> None:
 def populate(address: int, length: int) -> None:
     """Map already backed pages into this process ahead of their first use; best effort, releases the GIL."""
     _libc.madvise(address, length, _MADV_POPULATE_WRITE)
-
-
-def host_id() -> str:
-    """Name this host and PID namespace: the reach of /proc/<pid>/fd."""
-    with open("/proc/sys/kernel/random/boot_id") as f:
-        boot = f.read().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def process_group_alive(group: int) -> bool:

@@ -95,7 +95,8 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
     epoch names the receiver's incarnation; pid and host_id (boot id and pid namespace) let a sender on the
     same host lend memory and watch the holder; eager_credit is how many payload bytes may be under way
-    inside Ready notices. The device descriptors are those of its GPU pool, empty when it has none.
+    inside Ready notices. The device descriptors are those of its GPU pool, empty when it has none; posts
+    describes the slots of it that this sender may push into (shared.posts).
     """
 
     corr: int
@@ -110,6 +111,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
     lease: bool = False
     device_engine_desc: bytes = b""
     device_mem_desc: bytes = b""
+    posts: bytes = b""
 
 
 class Pull(msgspec.Struct, array_like=True, tag="pull"):
@@ -169,7 +171,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
 
     mem_desc describes the sender's pool for offers and leases, empty when it does not lend; device_desc its
     GPU pool and events, for offers. lane is the path of its Unix socket, for receivers on its host (see
-    shared.lane).
+    shared.lane). pushes: it fills posted slots.
     """
 
     corr: int
@@ -182,6 +184,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     mem_desc: bytes
     lane: str = ""
     device_desc: bytes = b""
+    pushes: bool = False
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import sys
 import threading
@@ -149,6 +150,24 @@ class Stage:
 
     def close(self) -> None:
         self._ours().close()
+
+    def port(self) -> int:
+        return self._ours().zmq_port or 0
+
+    def kill_control(self) -> None:
+        """SIGKILL the control process."""
+        heart = self._ours().heart
+        assert heart is not None
+        os.kill(heart.supervisor.pid, signal.SIGKILL)
+
+    def reclaim(self) -> dict[str, int]:
+        """Take back what is posted, as a get() does that finds no room; returns the GPU pool's figures."""
+        self._ours().receiver._reclaim_posts()
+        return self._ours().publisher.pool_stats()["device_pool"]
+
+    def digest_of(self, name: str) -> int:
+        """Return the CRC of a tensor as it is now."""
+        return zlib.crc32(bytes(self._tensors[name].cpu().tolist()))
 
     def reuse_memory(self, size: int) -> None:
         """Write over whatever memory the GPU's allocator hands out now."""

@@ -44,7 +44,10 @@ class Rig:
         self.board = self.pool.board
         us = Identity(EPOCH, incarnation, 4711, HOST, "shm", b"pool descriptor", lend)
         limits = Limits(EAGER, TTL, PARK)
-        self.broker = Broker(us, limits, self.board, self.read, Claims(self.pool.fd))
+        self.untold: list[Publish] = []  # what the stage has sent and the broker not yet read
+        self.broker = Broker(
+            us, limits, self.board, self.read, Claims(self.pool.fd), catch_up=lambda: self.catch_up()
+        )
         self.broker.landings.dispatcher.add_worker("w", 1000)
         self.generations = itertools.count(1)
         self.now = 100.0
@@ -60,6 +63,10 @@ class Rig:
         message = Publish(key, generation, offset, len(data), True, **more)
         self.broker.publish(message, self.now)
         return message
+
+    def catch_up(self) -> None:
+        while self.untold:
+            self.broker.publish(self.untold.pop(0), self.now)
 
     def freed(self) -> list[int]:
         freed = list(self.broker.freed)
@@ -705,6 +712,16 @@ def test_a_pull_meant_for_another_process_is_not_served(rig: Rig, epoch: str, in
     assert rig.jobs() == []
     assert rig.send(msgspec.structs.replace(pull, epoch=EPOCH, incarnation=1)) == []
     assert len(rig.jobs()) == 1
+
+
+def test_a_pushed_payload_may_be_settled_before_it_is_heard_of(rig: Rig) -> None:
+    """The receiver needs no message to find it, so its answer may be read before the publication."""
+    rig.hello()
+    rig.untold.append(Publish(KEY, 7, 0, len(PAYLOAD), True, pushed=True))
+    rig.send(wire.Settle([7], [], EPOCH))
+    assert rig.freed() == [7]
+    assert rig.entries()["published"] == 0
+    assert rig.counters()["pushed"] == 1
 
 
 def test_settlements_of_another_stage_mean_nothing(rig: Rig) -> None:

@@ -128,7 +128,7 @@ def test_a_newer_peer_may_send_more_fields(message: wire.Request | wire.Notice) 
 @pytest.mark.parametrize(
     ("message", "defaults"),
     [
-        (HELLO, {"lease": False, "device_engine_desc": b"", "device_mem_desc": b""}),
+        (HELLO, {"lease": False, "device_engine_desc": b"", "device_mem_desc": b"", "posts": b""}),
         (PULL, {"epoch": "", "incarnation": 0, "device": False}),
         (SETTLE, {"epoch": ""}),
     ],

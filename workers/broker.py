@@ -1,15 +1,18 @@
 """The mind of a control process: every event of its sockets in, every message it owes out. No sockets here.
 
 It joins pieces of bookkeeping: the ledger (who may touch which pool bytes), the sessions (who listens), the
-offers (what may be read in place), the landings (which worker writes what) and the parking (pulls that
-overtook their publication). The shell (`mori_mp.workers.control`) feeds it decoded events, then carries out
-what has gathered in `replies`, `landings`, `freed` and `watch`.
+offers (what may be read in place), the targets (to whom the stage may push), the landings (which worker
+writes what) and the parking (pulls that overtook their publication). The shell (`mori_mp.workers.control`)
+feeds it decoded events, then carries out what has gathered in `replies`, `landings`, `targets`, `freed` and
+`watch`.
 
-A payload reaches a receiver in one of three ways, and leaves the ledger by the same one:
+A payload reaches a receiver in one of these ways, and leaves the ledger by the same one:
 
     eager    its bytes ride in the Ready notice; Settle(consumed) ends it
     offer    the Ready notice says where it lies, and the receiver reads it in place under a claim;
              Settle(consumed) ends it, and the memory is free when no claim is left
+    push     put() has had it copied into a slot that the receiver has posted, which we need not know;
+             Settle(consumed) ends it
     lease    the same on request; Settle(released), the board or the holder's death ends it
     landing  a worker writes it into the receiver's slot; the end of the last write ends it
 """
@@ -36,6 +39,7 @@ from mori_mp.workers.offers import Offers
 from mori_mp.workers.parking import MAX_PARKED, ParkedPull, Parking
 from mori_mp.workers.replies import Replies
 from mori_mp.workers.sessions import Session, Sessions
+from mori_mp.workers.targets import Targets
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +65,15 @@ class Broker:
         meters: SenderMeters | None = None,
         faults: Faults | None = None,
         host_bytes: int = 1 << 62,
+        catch_up: Callable[[], None] = lambda: None,
     ) -> None:
-        """host_bytes: published offsets from there on are those of the GPU pool."""
+        """host_bytes: published offsets from there on are those of the GPU pool.
+
+        catch_up(): take in what the stage has told before now.
+        """
         self.us = us
         self._host_bytes = host_bytes
+        self._catch_up = catch_up
         self.meters = meters if meters is not None else SenderMeters()
         self.faults = faults if faults is not None else Faults("control")
         self.limits = limits
@@ -78,6 +87,7 @@ class Broker:
         self.landings = Landings(
             self.ledger, self.sessions, self.replies, self.meters, self.faults, self.counters
         )
+        self.targets = Targets(us, self.sessions)
         self.offers = Offers(us, limits.eager_bytes, board, claims, read, self.counters)
         self._board = board
 
@@ -106,6 +116,7 @@ class Broker:
             actions += self.ledger.release(message.generation, lessee)
         elif lessee:
             self.watch.add(lessee)
+        self.counters["pushed"] += message.pushed
         if message.put_us:
             self.meters.published(message, now)
         self._apply(actions, now)
@@ -169,6 +180,7 @@ class Broker:
             )
         for old in ended:
             self._end(old)
+        self.targets.update(session.edges)
         self.landings.readdress(hello.epoch, identity)
         self.parking.readdress(hello.epoch, identity)
         self.replies.send(identity, self.us.welcome(hello.corr, session))
@@ -211,6 +223,8 @@ class Broker:
             self.counters["stale_settles"] += 1  # it counts the generations of our predecessor's
             return
         for generation in settle.consumed:
+            if self.ledger.find(generation) is None:
+                self._catch_up()  # a pushed payload can be taken before we have heard of it
             eager = session.give_credit(generation)
             if self.offers.retry(generation):
                 self.freed.append(generation)
@@ -345,6 +359,7 @@ class Broker:
         self.faults.report(logger, cause, text, key=key, peer=self.sessions.name_of(peer), level=level)
 
     def _end(self, session: Session) -> None:
+        self.targets.update(session.edges)
         for peer in (session.peer, session.device_peer):
             if peer is not None:
                 self.landings.peers.release(peer)
@@ -367,6 +382,7 @@ class Broker:
 _COUNTERS = (
     "eager",
     "offered",
+    "pushed",
     "lent",
     "landed",
     "failed_writes",

@@ -103,7 +103,9 @@ class ControlLoop:
             self.observer.meters,
             self.observer.faults,
             pool.size,
+            self._from_stage,
         )
+        self._targets_stuck = False  # the stage does not read what it is told
         self._lanes: Lanes | None = None
         self._crew = Crew(
             setup,
@@ -142,6 +144,7 @@ class ControlLoop:
                 self.observer.tick(now)
                 if now >= next_tick:
                     next_tick = now + _TICK_SECONDS
+                    self._targets_stuck = False
                     self._broker.tick(now)
                     self._crew.check_overdue(now)
                     self.observer.housekeep(now)
@@ -307,10 +310,21 @@ class ControlLoop:
                     raise
                 broker.unreachable(identity)
         broker.replies.outbox.clear()
+        if broker.targets.pending:
+            self._tell_targets()
         if broker.meters.replies:
             broker.meters.sent(time.monotonic())
         self._send_freed()
         self._holders.watch(broker.watch)
+
+    def _tell_targets(self) -> None:
+        pending = self._broker.targets.pending
+        while pending and not self._targets_stuck:
+            edge = next(iter(pending))
+            if self._tell_stage(messages.Target(edge, pending[edge])):
+                del pending[edge]
+            else:
+                self._targets_stuck = True  # until the next tick
 
     def _notice_dropped(self, identity: bytes) -> None:
         self._broker.counters["notices_dropped"] += 1

@@ -42,4 +42,5 @@ class Identity(NamedTuple):
             self.mem_desc if self.may_lend(session) else b"",
             self.lane if session.host_id == self.host_id else "",
             self.device_desc if self.may_lend(session) else b"",
+            bool(self.device_desc) and self.may_lend(session),
         )

@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mori_mp_published_bytes": ("counter", "Bytes published, by edge.", ("edge",)),
     "mori_mp_received_payloads": ("counter", "Payloads received, by edge.", ("edge",)),
     "mori_mp_received_bytes": ("counter", "Bytes received, by edge.", ("edge",)),
-    "mori_mp_deliveries": ("counter", "Payloads received, by how: eager, lease, landing.", ("cause",)),
+    "mori_mp_deliveries": ("counter", "Payloads received, by how: eager, lease, push, landing.", ("cause",)),
     "mori_mp_payloads_ended": ("counter", "Published payloads that ended, by how.", ("cause",)),
     "mori_mp_faults": ("counter", "What went wrong, by cause.", ("cause",)),
     "mori_mp_log_lines_suppressed": ("counter", "Fault lines that the log's rate limit held back.", ()),
@@ -215,7 +215,7 @@ def _special(name: str, document: Mapping[str, Any]) -> Samples:
             yield (cause,), count
     elif name == "mori_mp_deliveries":
         counters = _at(document, ("receiver", "counters")) or {}
-        for how in ("eager", "lease", "landing"):
+        for how in ("eager", "lease", "push", "landing"):
             yield (how,), counters.get(how)
     elif name == "mori_mp_payloads_ended":
         counters = _at(document, ("sender", "ledger", "counters")) or {}

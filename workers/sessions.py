@@ -31,6 +31,7 @@ class Session:
         "lease",
         "peer",
         "pid",
+        "posts",
     )
 
     def __init__(self, identity: bytes, hello: Hello) -> None:
@@ -39,6 +40,7 @@ class Session:
         self.pid = hello.pid
         self.host_id = hello.host_id
         self.lease = hello.lease
+        self.posts = hello.posts
         self.edges = frozenset(hello.edges)
         self.credit = min(hello.eager_credit, MAX_CREDIT_BYTES)
         self.eager: dict[int, int] = {}

@@ -75,7 +75,7 @@ class Supervisor:
 
     template is the set-up of every incarnation, less what changes. replay lists what is published; freed
     takes the generations that a dying control process had freed. stage_report makes the stage's part of a
-    health document.
+    health document. target(edge, posts) hears where payloads of an edge may be pushed to (messages.Target).
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Supervisor:
         freed: Callable[[list[int]], None],
         stage_report: Callable[[], dict[str, Any]],
         faults: Faults,
+        target: Callable[[str, bytes], None],
     ) -> None:
         self._template = template
         self._pool = pool
@@ -97,6 +98,7 @@ class Supervisor:
         self._freed = freed
         self._stage_report = stage_report
         self._faults = faults
+        self._target = target
         self.hot = HotChannel()
         self.port = template.port
         self.restarts = 0
@@ -216,6 +218,8 @@ class Supervisor:
                     self._answered.notify_all()
         elif isinstance(message, messages.StageRequest):
             self._tell_stage_report(admin)
+        elif isinstance(message, messages.Target):
+            self._target(message.edge, message.posts)
         else:
             self.pool_error = message.error
             if message.error:

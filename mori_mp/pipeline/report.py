@@ -21,7 +21,7 @@ from mori_mp.pipeline.stats import EdgeReport, Summary, ratio
 
 _TIME_NAMES = {"put": "put", "usable": "put→usable"}
 _QUANTILES = ("p50", "p99")
-_DELIVERIES = ("eager", "lease", "landing")
+_DELIVERIES = ("eager", "lease", "push", "landing")
 
 
 # ------------------------------------------------------------------------------ terminal

@@ -18,7 +18,6 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -119,6 +118,25 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 }
 
 
+class _Current:
+    """Has a device be this thread's current one between enter and exit."""
+
+    __slots__ = ("_before", "_device", "_runtime")
+
+    def __init__(self, runtime: GpuRuntime, device: int) -> None:
+        self._runtime = runtime
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = self._runtime.current_device()
+        if self._before != self._device:
+            self._runtime.set_device(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._device:
+            self._runtime.set_device(self._before)
+
+
 class GpuRuntime:
     """One loaded runtime. `kind` is "hip" or "cuda", `path` the library's file.
 
@@ -164,18 +182,9 @@ class GpuRuntime:
         """Make a device this thread's current one."""
         self._call("SetDevice", device)
 
-    @contextmanager
-    def current(self, device: int) -> Iterator[None]:
+    def current(self, device: int) -> _Current:
         """Make a device this thread's current one for a moment, for its default stream and new events."""
-        before = self.current_device()
-        if before == device:
-            yield
-            return
-        self.set_device(device)
-        try:
-            yield
-        finally:
-            self.set_device(before)
+        return _Current(self, device)
 
     def current_device(self) -> int:
         device = ctypes.c_int()

@@ -1,0 +1,181 @@
+"""The sender's end of posts (`mori_mp.shared.posts`): put() has payloads pushed into slots of the receiver's.
+
+The control process tells which receiver alone listens to an edge, and where it posts its slots. Nothing waits
+for such a receiver, and nothing depends on it: if it has posted no slot that fits, the payload is delivered
+as any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from mori_mp.device_pool import Copied, DevicePool
+from mori_mp.lent_device import LentDevice
+from mori_mp.shared.errors import MoriMPError
+from mori_mp.shared.pool import BLOCK
+from mori_mp.shared.posts import POSTED, Posts, PostsDescriptor
+
+logger = logging.getLogger(__name__)
+
+_kept: list[_Target] = []
+"""Receivers that a copy is still under way to at the end: mapped until this process ends."""
+
+
+class _Target:
+    """A receiver's posts and its GPU pool, both mapped."""
+
+    def __init__(self, packed: bytes, pool: DevicePool) -> None:
+        """Raises EngineUnavailable, WireError."""
+        desc = PostsDescriptor.unpack(packed)
+        self.packed = packed
+        self.posts = Posts.open_peer(desc)
+        try:
+            self.memory: LentDevice = pool.borrow(desc.gpu_pool)
+        except BaseException:
+            self.posts.close()
+            raise
+        self.filled: dict[int, int] = {}  # by record, the generation in it
+        self.filling = 0  # puts that are between begin() and its end
+        self.ended = -1  # the event behind the last copy
+
+    def fitting(self, size: int) -> int | None:
+        """Return the record of the smallest posted slot that fits and is not much too large."""
+        best, least = None, max(2 * size, BLOCK) + 1
+        for record, (state, room) in enumerate(zip(self.posts.states(), self.posts.rooms(), strict=True)):
+            if state == POSTED and size <= room < least:
+                best, least = record, room
+        return best
+
+    def address(self, record: int, size: int) -> int | None:
+        """Return where a slot lies in our address space; None if that is not in the receiver's pool."""
+        offset = self.posts.offset(record)
+        return self.memory.address + offset if 0 <= offset <= self.memory.size - size else None
+
+    def close(self) -> None:
+        self.posts.close()
+        self.memory.retire()
+
+
+class Push(NamedTuple):
+    """A posted slot that is being filled; address is where it lies in this process's address space."""
+
+    target: _Target
+    record: int
+    address: int
+
+
+class Pusher:
+    """See the module's docstring. Thread-safe. Sizes in bytes."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self._pool = pool
+        self._targets: dict[str, _Target] = {}  # by edge
+        self._records: dict[int, tuple[_Target, int]] = {}  # by generation
+        self._leaving: list[_Target] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def set_target(self, edge: str, packed: bytes) -> None:
+        """Push payloads of an edge to the receiver that posts so; b"" for to none.
+
+        For the supervisor's thread, which has ended when close() is called.
+        """
+        with self._lock:
+            before = self._targets.get(edge)
+            if before is not None and before.packed == packed:
+                return
+            target = next((one for one in self._targets.values() if one.packed == packed), None)
+        if target is None and packed:
+            try:
+                target = _Target(packed, self._pool)
+            except MoriMPError as exc:
+                logger.warning("GPU payloads are not pushed to the receiver on edge %s: %s", edge, exc)
+        with self._lock:
+            if target is None:
+                self._targets.pop(edge, None)
+            else:
+                self._targets[edge] = target
+            self._part_with(before)
+
+    def _part_with(self, target: _Target | None) -> None:
+        """Let go of a receiver that no edge leads to any more, once the last copy to it has ended."""
+        if target is not None and target not in self._targets.values():
+            for generation in target.filled.values():
+                self._records.pop(generation, None)
+            self._leaving.append(target)
+        still = [one for one in self._leaving if not self._is_over(one)]
+        for one in self._leaving:
+            if one not in still:
+                one.close()
+        self._leaving = still
+
+    def _is_over(self, target: _Target) -> bool:
+        return not target.filling and (target.ended < 0 or self._pool.has_happened(target.ended))
+
+    # ----------------------------------------------------------------------------- put
+    def begin(self, edge: str, size: int) -> Push | None:
+        """Take a posted slot for a payload; to be ended by fill() or cancel()."""
+        target = self._targets.get(edge)
+        if target is None:
+            return None
+        with self._lock:
+            if self._closed or target.memory.gone or self._targets.get(edge) is not target:
+                return None
+            record = target.fitting(size)
+            if record is None or not target.posts.begin(record):
+                return None
+            address = target.address(record, size)
+            if address is None:
+                target.posts.cancel(record)
+                return None
+            target.filling += 1
+            return Push(target, record, address)
+
+    def fill(self, push: Push, key: str, generation: int, size: int, copied: Copied) -> None:
+        """Tell the receiver what has been enqueued, if it has."""
+        with self._lock:
+            target, record, _ = push
+            target.filling -= 1
+            if not copied.pushed:
+                target.posts.cancel(record)
+                return
+            self._records.pop(target.filled.get(record, 0), None)
+            target.filled[record] = generation
+            target.ended = copied.ended
+            self._records[generation] = target, record
+            target.posts.fill(record, key.encode(), generation, size, copied.ended)
+
+    def fail(self, push: Push) -> None:
+        """Enqueuing has failed: what was enqueued of it is not known, so the slot is not used any more."""
+        with self._lock:
+            push.target.filling -= 1
+            push.target.posts.unlock(push.record)
+
+    def withdraw(self, generations: Iterable[int]) -> None:
+        """Have receivers read these payloads no more: they are withdrawn, replaced, or delivered."""
+        with self._lock:
+            for generation in generations:
+                target, record = self._records.pop(generation, (None, 0))
+                if target is not None:
+                    del target.filled[record]
+                    target.posts.withdraw(record, generation)
+
+    def close(self) -> None:
+        """Push nothing more; before the pool is closed. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._leaving += set(self._targets.values())
+            self._targets.clear()
+            for target in self._leaving:
+                over = self._is_over(target)
+                for record, generation in target.filled.items():
+                    target.posts.withdraw(record, generation)
+                    if over:  # the events go with the pool
+                        target.posts.set_over(record)
+            self._part_with(None)
+            _kept.extend(self._leaving)

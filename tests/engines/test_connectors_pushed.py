@@ -1,0 +1,266 @@
+"""Payloads that put() pushes into slots which their receiver has posted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from connector_support import eventually
+from engine_rig import MB, GpuStage, Rig
+from engine_stages import Stages, crc, stages_of, used
+
+SIZE = 300_000
+
+
+@pytest.fixture
+def held_stages(cuda_ipc_rig: Rig, blocks: Path) -> Iterator[Stages]:
+    """Stages over the emulated runtime, which can hold copies back."""
+    with stages_of(cuda_ipc_rig, blocks) as stages:
+        yield stages
+
+
+def pushed(receiver: GpuStage) -> int:
+    return int(receiver("health")["receiver"]["counters"]["push"])
+
+
+def posted(stage: GpuStage) -> int:
+    return int(stage("health")["device_pool"]["posted_bytes"])
+
+
+def send(sender: GpuStage, receiver: GpuStage, key: str, seed: int, size: int = SIZE) -> dict[str, Any]:
+    """Have one payload go across, checked and let go of."""
+    sender("tensor", key, seed, size)
+    _, _, metadata = sender("put", key, key)
+    found = receiver("get", key, metadata, 20.0)
+    assert found == {"size": size, "digest": crc(seed, size), "on_device": True}
+    receiver("release", key)
+    return dict(metadata)
+
+
+def acquaint(sender: GpuStage, receiver: GpuStage, size: int = SIZE) -> None:
+    """Send payloads until they are pushed: the sender has to hear of posts first."""
+    for number in range(200):
+        before = pushed(receiver)
+        send(sender, receiver, f"acquaint-{number}", number, size)
+        if pushed(receiver) > before:
+            return
+    raise AssertionError("no payload was pushed")
+
+
+def test_payloads_are_pushed_once_sizes_are_known(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver)
+    before = pushed(receiver)
+    for number in range(20):
+        send(sender, receiver, f"k{number}", 100 + number)
+    assert pushed(receiver) == before + 20
+    assert sender("health")["sender"]["counters"]["pushed"] >= before + 20
+    eventually(lambda: (sender("collect"), used(sender) == 0)[1], "every payload settled")
+    assert used(receiver) == 0
+    assert posted(receiver) > 0
+    assert receiver("health")["faults"]["counts"] == {}
+
+
+def test_sizes_may_change(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    for number, size in enumerate([1, 5000, 3 * MB, 70_000, 3 * MB, 3 * MB, 3 * MB, 1, 1, 4096, 4097] * 3):
+        send(sender, receiver, f"k{number}", number, size)
+    assert posted(receiver) <= 4 * MB
+    assert used(receiver) == 0
+
+
+def test_payloads_ahead_of_the_receiver_arrive_in_their_own_slots(stages: Stages) -> None:
+    """More are put than slots are posted; those that are not pushed come another way."""
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver)
+    for number in range(12):
+        sender("tensor", f"k{number}", 200 + number, SIZE)
+        sender("put", f"k{number}", f"k{number}")
+    for number in reversed(range(12)):
+        found = receiver("get", f"k{number}", None, 20.0)
+        assert found is not None
+        assert found["digest"] == crc(200 + number, SIZE)
+    assert 1 < pushed(receiver) < 13
+
+
+def test_tensors_of_objects_are_pushed(stages: Stages) -> None:
+    sender, receiver = stages.pair(tensor_device="pool")
+    for number in range(40):
+        sender("tensor", "a", number, SIZE)
+        sender("tensor", "b", number + 1, SIZE)
+        _, _, metadata = sender("put_object", f"k{number}", ["a", "b"])
+        found = receiver("get", f"k{number}", metadata, 20.0)
+        assert found["digests"] == [crc(number, SIZE), crc(number + 1, SIZE)]
+        if pushed(receiver) >= 4:
+            break
+    else:
+        raise AssertionError("no tensor was pushed")
+
+
+def test_a_pushed_payload_that_is_withdrawn_is_not_to_be_had(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "x", 7, SIZE)
+    sender("put", "k", "x")
+    sender("cleanup", "k")
+    assert receiver("get", "k", None, 0.3) is None
+    sender("collect")
+    assert used(sender) == 0
+    send(sender, receiver, "next", 8)
+
+
+def test_of_two_payloads_under_a_key_the_newer_one_is_got(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "old", 7, SIZE)
+    sender("tensor", "new", 8, SIZE)
+    sender("put", "k", "old")
+    sender("put", "k", "new")
+    assert receiver("get", "k", None, 10.0)["digest"] == crc(8, SIZE)
+    receiver("release", "k")
+    eventually(lambda: (sender("collect"), used(sender) == 0)[1], "both gone")
+
+
+def test_posts_give_way_to_a_payload_that_needs_the_pool(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver)
+    for number in range(3):  # these lie in posted slots, and nobody asks for them yet
+        sender("tensor", f"k{number}", number, SIZE)
+        sender("put", f"k{number}", f"k{number}")
+    sender("tensor", "large", 9, 6 * MB)
+    _, _, metadata = sender("put", "large", "large")
+    found = receiver("get", "large", metadata, 20.0)
+    assert found == {"size": 6 * MB, "digest": crc(9, 6 * MB), "on_device": True}
+    receiver("release", "large")
+    for number in range(3):
+        assert receiver("get", f"k{number}", None, 20.0)["digest"] == crc(number, SIZE)
+
+
+def test_a_second_receiver_on_the_edge_ends_the_pushing(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver)
+    port = sender("port")
+    other, _ = stages.make(
+        1,
+        role="receiver",
+        stage_id=1,
+        from_stage=0,
+        to_stage=1,
+        sender_host="127.0.0.1",
+        sender_zmq_port=port,
+    )
+    eventually(lambda: sender("health")["sender"]["sessions"] == 2, "both known")
+    before = sender("health")["sender"]["counters"]["pushed"]
+    for number in range(4):
+        sender("tensor", "x", number, SIZE)
+        _, _, metadata = sender("put", f"k{number}", "x")
+        assert other("get", f"k{number}", metadata, 20.0)["digest"] == crc(number, SIZE)
+    assert sender("health")["sender"]["counters"]["pushed"] - before <= 1  # told while the first was put
+
+
+def test_without_leases_nothing_is_pushed(stages: Stages) -> None:
+    sender, receiver = stages.pair(delivery="landing")
+    for number in range(5):
+        send(sender, receiver, f"k{number}", number)
+    assert (pushed(receiver), posted(receiver)) == (0, 0)
+
+
+def test_pushing_goes_on_when_the_control_process_is_replaced(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "x", 3, SIZE)
+    sender("put", "before", "x")
+    sender("kill_control")
+    assert receiver("get", "before", None, 20.0)["digest"] == crc(3, SIZE)
+    receiver("release", "before")
+    acquaint(sender, receiver)
+
+    def settled() -> bool:
+        receiver("health")  # takes in what the new one says of payloads that were settled with the old one
+        sender("collect")
+        return used(sender) == 0
+
+    eventually(settled, "every payload settled", 20.0)
+
+
+def test_a_stalled_push_keeps_deadlines_and_loses_nothing(held_stages: Stages) -> None:
+    sender, receiver = held_stages.pair()
+    acquaint(sender, receiver)
+    before = pushed(receiver)
+    sender("tensor", "x", 4, SIZE)
+    sender.block["hold"] = 1
+    sender("put", "k", "x")
+    assert receiver("get", "k", None, 0.3) is None
+    sender.block["hold"] = 0
+    assert receiver("get", "k", None, 10.0)["digest"] == crc(4, SIZE)
+    assert pushed(receiver) == before + 1
+
+
+def test_a_sender_that_dies_in_a_push_leaves_the_pool_whole(held_stages: Stages) -> None:
+    sender, receiver = held_stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "x", 4, SIZE)
+    sender.block["hold"] = 1
+    sender("put", "k", "x")
+    sender.end()
+    assert receiver("get", "k", None, 0.3) is None
+    assert used(receiver) == 0
+
+
+def test_a_receiver_that_dies_takes_nothing_along(held_stages: Stages) -> None:
+    sender, receiver = held_stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "x", 5, SIZE)
+    sender.block["hold"] = 1
+    _, _, metadata = sender("put", "k", "x")
+    receiver.end()
+    sender.block["hold"] = 0
+    successor, _ = held_stages.make(1, role="receiver", stage_id=1)
+    assert successor("get", "k", metadata, 20.0)["digest"] == crc(5, SIZE)
+    successor("release", "k")
+    acquaint(sender, successor)
+    eventually(lambda: (sender("collect"), used(sender) == 0)[1], "every payload settled")
+
+
+def test_a_slot_that_a_push_still_goes_into_is_nobody_elses(held_stages: Stages) -> None:
+    """The payload is withdrawn and the whole pool is asked for: the copy is still to come."""
+    sender, receiver = held_stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "x", 6, SIZE)
+    sender.block["hold"] = 1
+    sender("put", "k", "x")
+    sender("cleanup", "k")
+    sender("put_bytes", "host", 1, 10)
+    receiver("get", "host", None, 10.0)  # what was posted is still as it was
+    free = receiver("reclaim")
+    assert free["largest_free"] < free["size"]
+    assert used(receiver) > 0
+    sender.block["hold"] = 0
+    eventually(lambda: used(receiver) == 0, "slot free")
+
+
+def test_a_sender_that_closes_in_a_push_keeps_its_memory(held_stages: Stages) -> None:
+    sender, receiver = held_stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "x", 6, SIZE)
+    sender.block["hold"] = 1
+    sender("put", "k", "x")
+    sender("close")
+    sender("reuse_memory", 8 * MB)
+    sender.block["hold"] = 0
+    eventually(lambda: receiver("reclaim")["used_bytes"] == 0, "slot free")
+
+
+def test_a_receiver_that_closes_in_a_push_keeps_its_memory(held_stages: Stages) -> None:
+    sender, receiver = held_stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "x", 6, SIZE)
+    sender.block["hold"] = 1
+    sender("put", "k", "x")
+    receiver("close")
+    receiver("tensor", "mine", 70, 8 * MB)
+    sender.block["hold"] = 0
+    eventually(lambda: (sender("collect"), sender("digest_of", "x") == crc(6, SIZE))[1], "copy over")
+    assert receiver("digest_of", "mine") == crc(70, 8 * MB)

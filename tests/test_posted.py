@@ -1,0 +1,375 @@
+"""Posted slots and what becomes of them; both ends are real, their GPUs are not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from mori_mp import posted as module
+from mori_mp import push
+from mori_mp.device_pool import Copied, DeviceSlots
+from mori_mp.posted import PostedSlots, room_for
+from mori_mp.push import Push, Pusher
+from mori_mp.shared.pool import BLOCK, host_id
+from mori_mp.workers.engines.gpu_pool import GpuPoolDescriptor
+
+POOL = 64 * BLOCK
+EDGE = "0_1"
+
+
+class FakePool:
+    """A GPU pool without a GPU: its events are what the test says."""
+
+    def __init__(self) -> None:
+        self.size = POOL
+        self.pending: set[int] = set()
+        self.slots = DeviceSlots(self)  # type: ignore[arg-type]
+
+    def lend(self) -> bytes:
+        return GpuPoolDescriptor("cuda", "", "0", bytes(64), POOL, 0, POOL, [], 1, host_id()).pack()
+
+    def has_happened(self, event: int) -> bool:
+        return event not in self.pending
+
+    def borrow(self, packed: bytes) -> FakeLent:
+        return FakeLent(self)
+
+
+class FakeLent:
+    """The other end's pool, mapped."""
+
+    size = POOL
+    address = 1 << 32
+
+    def __init__(self, pool: FakePool) -> None:
+        self.pool = pool
+        self.gone = False
+        self.retired = False
+
+    def arrived(self, event: int, deadline: float) -> bool:
+        return self.pool.has_happened(event) and not self.gone
+
+    def watch(self, event: int) -> Callable[[], bool]:
+        return lambda: self.gone or self.pool.has_happened(event)
+
+    def retire(self) -> None:
+        self.retired = True
+
+
+class Pair:
+    """A receiver's posts and the pusher of their sender."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = FakePool(), FakePool()
+        self.sender = FakeLent(self.theirs)
+        self.posts = PostedSlots(self.ours, "place", self.sender, "test")  # type: ignore[arg-type]
+        self.pusher = Pusher(self.theirs)  # type: ignore[arg-type]
+        self.pusher.set_target(EDGE, self.posts.packed)
+
+    def expect(self, *sizes: int) -> None:
+        for size in sizes:
+            self.posts.expect(size)
+        self.posts.replenish()
+
+    def push(self, key: str, generation: int, size: int, event: int = 1) -> Push | None:
+        push = self.pusher.begin(EDGE, size)
+        if push is not None:
+            self.pusher.fill(push, key, generation, size, Copied(0, event))
+        return push
+
+    def used(self) -> int:
+        return self.ours.slots.stats()["used_bytes"]
+
+    def posted(self) -> int:
+        return self.ours.slots.stats()["posted_bytes"]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(push, "_kept", [])
+    pair = Pair()
+    yield pair
+    pair.pusher.close()
+    pair.theirs.pending.clear()
+    pair.posts.retire()
+    assert pair.posts.is_over
+    assert (pair.used(), pair.posted()) == (0, 0)
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 65536, 65537, 1_000_000, 64 << 20, (64 << 20) + 1])
+def test_a_post_has_little_room_to_spare(size: int) -> None:
+    room = room_for(size)
+    assert size <= room
+    assert room % BLOCK == 0
+    assert room <= max(BLOCK, size * 9 // 8 + BLOCK)
+    assert room_for(room) == room
+
+
+def test_slots_follow_the_sizes_that_come(pair: Pair) -> None:
+    pair.expect(5000)
+    assert pair.posted() == 2 * BLOCK
+    pair.expect(5000, 100)
+    assert pair.posted() == 5 * BLOCK
+    pair.expect(*[100] * 8)  # eight of another size have come since
+    assert pair.posted() == 8 * BLOCK
+    assert pair.used() == 0
+
+
+def test_posts_take_half_of_the_pool_at_most(pair: Pair) -> None:
+    pair.expect(*[POOL // 4] * 8)
+    assert pair.posted() == POOL // 2
+
+
+def test_what_does_not_fit_is_not_posted(pair: Pair) -> None:
+    held = pair.ours.slots.alloc(POOL - BLOCK)
+    pair.expect(100, 100)
+    assert pair.posted() == BLOCK
+    pair.ours.slots.give_back(held)
+
+
+def test_it_is_short_below_half(pair: Pair) -> None:
+    pair.expect(100, 100, 100, 100)
+    assert not pair.posts.is_short(100)
+    for number in range(2):
+        pair.push(f"k{number}", 1 + number, 100)
+    assert not pair.posts.is_short(100)
+    pair.push("k2", 3, 100)
+    assert pair.posts.is_short(100)
+    assert not pair.posts.is_short(5000)
+    pair.posts.replenish()
+    assert not pair.posts.is_short(100)
+
+
+def test_a_payload_goes_into_the_smallest_slot_that_fits(pair: Pair) -> None:
+    pair.expect(3 * BLOCK, 2 * BLOCK, BLOCK)
+    taken = pair.push("k", 1, BLOCK + 1)
+    assert taken is not None
+    filled = pair.posts.claim("k")
+    assert filled is not None
+    slot = pair.posts.take(filled)
+    assert slot.size == BLOCK + 1
+    assert pair.posted() == 4 * BLOCK
+    pair.ours.slots.give_back(slot.offset)
+
+
+@pytest.mark.parametrize("size", [POOL // 8 + 1, 100])
+def test_a_slot_that_is_too_small_or_much_too_large_is_not_filled(pair: Pair, size: int) -> None:
+    pair.expect(POOL // 8)
+    assert pair.push("k", 1, size) is None
+    assert pair.push("k", 1, POOL // 16) is not None
+
+
+def test_a_taken_slot_is_the_takers(pair: Pair) -> None:
+    pair.expect(100)
+    pair.push("k", 7, 90)
+    assert pair.posts.has("k")
+    filled = pair.posts.claim("k")
+    assert filled is not None
+    assert (filled.generation, filled.size) == (7, 90)
+    assert not pair.posts.has("k")
+    assert pair.posts.claim("k") is None
+    assert pair.posts.arrived(filled, 0.0)
+    slot = pair.posts.take(filled)
+    assert (slot.place, slot.size) == ("place", 90)
+    assert pair.used() == BLOCK
+    pair.ours.slots.give_back(slot.offset)
+
+
+def test_a_claim_can_be_let_go_of(pair: Pair) -> None:
+    pair.expect(100)
+    pair.theirs.pending.add(1)
+    pair.push("k", 7, 90)
+    filled = pair.posts.claim("k")
+    assert filled is not None
+    assert not pair.posts.arrived(filled, 0.0)
+    assert not pair.posts.let_go(filled)
+    assert pair.posts.claim("k") == filled
+    pair.sender.gone = True
+    assert pair.posts.let_go(filled)  # for good
+    assert not pair.posts.has("k")
+    assert pair.used() == 0
+
+
+def test_of_one_key_the_newest_is_found(pair: Pair) -> None:
+    pair.expect(100, 100, 100)
+    for generation in (5, 9, 7):
+        pair.push("k", generation, 90)
+    filled = pair.posts.claim("k")
+    assert filled is not None
+    assert filled.generation == 9
+    pair.posts.drop(filled)
+
+
+def test_a_withdrawn_payload_is_not_found_and_its_slot_serves_again(pair: Pair) -> None:
+    pair.expect(100)
+    pair.push("k", 7, 90)
+    pair.pusher.withdraw([7])
+    assert pair.posts.claim("k") is None
+    assert pair.push("l", 8, 90) is None
+    pair.posts.replenish()
+    assert pair.push("l", 8, 90) is not None
+    assert pair.posts.has("l")
+
+
+def test_a_late_withdrawal_does_not_meet_the_next_payload_in_the_record(pair: Pair) -> None:
+    pair.expect(100)
+    pair.push("k", 7, 90)
+    filled = pair.posts.claim("k")
+    assert filled is not None
+    pair.ours.slots.give_back(pair.posts.take(filled).offset)
+    pair.posts.replenish()
+    pair.push("l", 8, 90)
+    pair.pusher.withdraw([8])
+    pair.pusher.withdraw([7])
+    assert not pair.posts.has("l")
+
+
+def test_all_is_given_up_for_a_payload_that_needs_the_room(pair: Pair) -> None:
+    pair.expect(*[POOL // 4] * 2)
+    pair.push("k", 1, POOL // 4)
+    pair.posts.reclaim()
+    assert pair.ours.slots.alloc(POOL) == 0
+    assert not pair.posts.has("k")
+    pair.ours.slots.give_back(0)
+
+
+def test_a_claimed_payload_is_not_given_up(pair: Pair) -> None:
+    pair.expect(100)
+    pair.push("k", 1, 90)
+    filled = pair.posts.claim("k")
+    assert filled is not None
+    pair.posts.reclaim()
+    slot = pair.posts.take(filled)
+    assert pair.used() == BLOCK
+    pair.ours.slots.give_back(slot.offset)
+
+
+@pytest.mark.parametrize("end", ["copied", "sender gone"])
+def test_a_slot_is_free_when_the_sender_is_done_with_it(pair: Pair, end: str) -> None:
+    pair.expect(100)
+    pair.theirs.pending.add(1)
+    pair.push("k", 1, 90)
+    pair.posts.reclaim()
+    assert pair.used() == BLOCK
+    if end == "copied":
+        pair.theirs.pending.clear()
+    else:
+        pair.sender.gone = True
+    assert pair.used() == 0
+
+
+def test_a_slot_that_is_just_being_filled_at_the_end_is_waited_for(pair: Pair) -> None:
+    pair.expect(100, 100)
+    first, second = pair.pusher.begin(EDGE, 90), pair.pusher.begin(EDGE, 90)
+    assert first is not None
+    assert second is not None
+    pair.posts.retire()
+    assert not pair.posts.is_over
+    assert pair.used() == 2 * BLOCK
+    pair.theirs.pending.add(1)
+    pair.pusher.fill(first, "k", 1, 90, Copied(0, 1))
+    pair.pusher.fill(second, "l", 2, 90, Copied(0, 0))  # nothing was pushed after all
+    assert pair.used() == BLOCK
+    assert pair.posts.claim("k") is None
+    pair.theirs.pending.clear()
+    assert pair.posts.is_over
+    assert pair.used() == 0
+
+
+def test_a_sender_that_lies_about_the_size_is_not_believed(pair: Pair) -> None:
+    pair.expect(100)
+    push = pair.pusher.begin(EDGE, 90)
+    assert push is not None
+    pair.pusher.fill(push, "k", 1, POOL, Copied(0, 1))
+    assert pair.posts.claim("k") is None
+    assert pair.used() == 0
+
+
+def test_a_receiver_that_lies_about_the_offset_is_not_believed(pair: Pair) -> None:
+    pair.expect(100)
+    for offset in (POOL, POOL - BLOCK + 1, -BLOCK):
+        pair.posts._posts._offsets[RECORD] = offset
+        assert pair.pusher.begin(EDGE, BLOCK) is None
+    pair.posts._posts._offsets[RECORD] = POOL - BLOCK
+    push = pair.pusher.begin(EDGE, BLOCK)
+    assert push is not None
+    assert push.address == FakeLent.address + POOL - BLOCK
+    pair.pusher.fill(push, "k", 1, 90, Copied(0, 0))
+
+
+def test_a_failed_push_leaves_its_slot_to_the_end_of_the_process(pair: Pair) -> None:
+    pair.expect(100)
+    push = pair.pusher.begin(EDGE, 90)
+    assert push is not None
+    pair.pusher.fail(push)
+    pair.posts.reclaim()
+    assert pair.posted() == BLOCK
+    assert pair.pusher.begin(EDGE, 90) is None
+    pair.sender.gone = True
+    pair.posts.retire()
+    assert pair.used() == 0
+
+
+def test_a_receiver_that_no_edge_leads_to_is_let_go_of_after_the_last_copy(pair: Pair) -> None:
+    pair.expect(100)
+    pair.theirs.pending.add(1)
+    pair.push("k", 1, 90)
+    target = pair.pusher._targets[EDGE]
+    pair.pusher.set_target("0_2", pair.posts.packed)
+    pair.pusher.set_target(EDGE, b"")
+    assert pair.pusher._targets["0_2"] is target  # mapped once
+    pair.pusher.set_target("0_2", b"")
+    assert pair.pusher.begin(EDGE, 90) is None
+    assert not target.memory.retired  # type: ignore[attr-defined]
+    pair.theirs.pending.clear()
+    pair.pusher.set_target("0_3", b"")
+    assert target.memory.retired  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_mapped_is_told_and_not_pushed_to(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.pusher.set_target("0_9", b"junk")
+    assert "not pushed" in caplog.text
+    assert pair.pusher.begin("0_9", 90) is None
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_sender_that_closes_withdraws_what_it_pushed(pair: Pair, over: bool) -> None:
+    pair.expect(100)
+    pair.push("k", 1, 90, event=3)
+    if not over:
+        pair.theirs.pending.add(3)
+    pair.pusher.close()
+    assert pair.pusher.begin(EDGE, 90) is None
+    assert not pair.posts.has("k")
+    filled = pair.posts._posts.filled(RECORD)
+    assert filled is not None
+    assert filled.event == (-1 if over else 3)  # its events are gone with it only when nothing needs them
+
+
+def test_many_threads_claim_each_payload_once(pair: Pair) -> None:
+    taken: list[Any] = []
+
+    def get(key: str) -> None:
+        filled = pair.posts.claim(key)
+        if filled is not None:
+            taken.append(pair.posts.take(filled))
+
+    for turn in range(30):
+        pair.expect(100)
+        pair.push("k", 1 + turn, 90)
+        threads = [threading.Thread(target=get, args=("k",)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(taken) == 1
+        pair.ours.slots.give_back(taken.pop().offset)
+
+
+RECORD = module.RECORDS - 1
+"""The record that the first post is in."""
