@@ -359,6 +359,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Port that this stage's metrics are served at: one YAML does for all stages of a host. 0 = none."""
         return self.prometheus_port and self.prometheus_port + max(self.stage_id, 0)
 
+    def observed(self) -> bool:
+        """Whether tools outside are to see this connector, if it is put to use or not."""
+        return bool(self.prometheus_port or self.health_dump_path)
+
+    def listens_ahead(self) -> bool:
+        """Whether the listener, where there can be one, is started before a put() asks for it."""
+        return self.role != "receiver" or self.prestart or self.observed()
+
     def no_listener_reason(self) -> str:
         """Why listener_endpoint() is None and what to set, for the error message; "" where it is not None."""
         endpoint = self._listener()

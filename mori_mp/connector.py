@@ -123,7 +123,6 @@ class MoriTransferEngineConnector:
             self.faults,
             self._path(settings.health_dump_path),
         )
-        self._observed = bool(settings.prometheus_port or settings.health_dump_path)
         self._closed = False
         try:
             if settings.start == "at_once":
@@ -251,8 +250,7 @@ class MoriTransferEngineConnector:
     def _start_ahead(self) -> None:
         """Start the listener in the background, once, unless this is a receiver that is not to have one."""
         self._started_ahead = True
-        wanted = self.role != "receiver" or self.settings.prestart or self._observed
-        if self.can_put and wanted:
+        if self.can_put and self.settings.listens_ahead():
             threading.Thread(target=self._prestart, name="mori-mp-prestart", daemon=True).start()
 
     def _prestart(self) -> None:
@@ -364,7 +362,7 @@ class MoriTransferEngineConnector:
 
     def _wanted(self, from_stage: str, to_stage: str, key: str, metadata: Any) -> Wanted:
         self._ensure_device_pool()
-        if self._observed and not self._started_ahead and self.heart is None:
+        if self.settings.observed() and not self._started_ahead and self.heart is None:
             self._start_ahead()  # else the last stage of a host that starts connectors on use reports nothing
         if isinstance(metadata, Mapping) and isinstance(metadata.get(key), Mapping):
             metadata = metadata[key]

@@ -8,7 +8,6 @@ given that asks for it. The last check starts two real connectors and moves a pa
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
 import sys
@@ -19,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mori_mp.backend import choose, how_to_get_mori
-from mori_mp.config import ConnectorConfig, misspelt_keys
-from mori_mp.deploy import load_deploy
+from mori_mp.config import ConnectorConfig
+from mori_mp.doctor_deploy import check_deploy
 from mori_mp.doctor_host import Finding as Finding
 from mori_mp.doctor_host import (
     Level,
@@ -31,10 +30,8 @@ from mori_mp.doctor_host import (
     check_processes,
     check_runtime_directory,
 )
-from mori_mp.endpoint import check_bindable, resolve_host
-from mori_mp.ports import OWN_NAMES, TRANSFER_ENGINE_NAMES
-from mori_mp.shared.errors import EngineUnavailable, MoriMPError
-from mori_mp.shared.memory import available_bytes
+from mori_mp.interpreter_probe import SUPPORTED, supported
+from mori_mp.shared.errors import MoriMPError
 
 _MIB = 1 << 20
 _ENGINES = ("shm", "cuda_ipc", "xgmi", "rdma", "fabric")
@@ -84,8 +81,8 @@ def _guarded(check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
 def check_python() -> Iterator[Finding]:
     """Interpreter and kernel."""
     found = platform.python_version()
-    good = sys.implementation.name == "cpython" and sys.version_info >= (3, 10)
-    fix = "" if good else "use CPython 3.10 to 3.13"
+    good = supported(sys.implementation.name, sys.version_info[:2])
+    fix = "" if good else f"use {SUPPORTED}"
     yield Finding("versions", "python", "ok" if good else "broken", f"{found} at {sys.executable}", fix)
     release = platform.release()
     try:
@@ -161,70 +158,7 @@ def _version(package: str) -> str:
         return "version unknown"
 
 
-# -------------------------------------------------------------------------------- a deployment, a transfer
-def check_deploy(path: Path) -> Iterator[Finding]:
-    """The connectors of a deploy YAML: configuration, engine, memory and ports of those that are ours."""
-    area = "deploy"
-    try:
-        deploy = load_deploy(path)
-        nodes = deploy.topology()
-    except MoriMPError as exc:
-        yield Finding(area, path.name, "broken", str(exc), "correct the file, or its path")
-        return
-    for text in deploy.warnings:
-        yield Finding(area, path.name, "warning", text, "correct the file")
-    wanted = 0
-    for node in nodes:
-        what = f"stage {node.stage.stage_id}"
-        try:
-            resolved = deploy.connector_for_stage(node.stage.stage_id)
-            if resolved.name not in OWN_NAMES:
-                kind = "its own engine" if resolved.name in TRANSFER_ENGINE_NAMES else "not ours"
-                yield Finding(area, what, "note", f"{resolved.name}: {kind}, not checked")
-                continue
-            for text in misspelt_keys(resolved.config):
-                yield Finding(area, what, "warning", text, "rename it, unless other code reads it")
-            config = ConnectorConfig.from_dict(resolved.config)
-            engine, reason = choose(config)
-        except EngineUnavailable as exc:
-            fix = "do as it says, or set a backend_type that this host has (engines, above)"
-            yield Finding(area, what, "broken", str(exc), fix)
-            continue
-        except MoriMPError as exc:
-            yield Finding(area, what, "broken", str(exc), "correct the connector's `extra` in the file")
-            continue
-        on_gpu = config.memory_pool_device != "cpu"
-        wanted += config.host_pool_size if on_gpu else config.memory_pool_size
-        yield Finding(area, what, "ok", f"{resolved.name}, {config.role}, engine {engine} ({reason})")
-        if node.outputs or config.role != "receiver":
-            yield _port_finding(what, config, "broken")
-        elif config.prestart and config.listener_endpoint() is not None:
-            yield _port_finding(what, config, "warning")
-    room = available_bytes()
-    if wanted:
-        level: Level = "ok" if wanted <= room else "broken"
-        detail = f"{wanted / 2**30:.2f} GiB of host memory for all pools, {room / 2**30:.1f} GiB left"
-        fix = "lower memory_pool_size (host_pool_size beside a GPU pool), or raise the memory limit"
-        yield Finding(area, "pools", level, detail, "" if level == "ok" else fix)
-
-
-def _port_finding(what: str, config: ConnectorConfig, level: Level) -> Finding:
-    """level: that of a port which cannot be had; a last stage has no need of the one that it listens on."""
-    endpoint = config.listener_endpoint()
-    if endpoint is None:
-        detail = f"it cannot listen: {config.no_listener_reason()}"
-        return Finding("deploy", what, level, detail, "correct the connector's `extra` in the file")
-    host, port = resolve_host(endpoint[0]), endpoint[1]
-    try:
-        check_bindable(host, port)
-    except MoriMPError as exc:
-        taken = isinstance(exc.__cause__, OSError) and exc.__cause__.errno == errno.EADDRINUSE
-        fix = f"see who has it: ss -ltnp 'sport = :{port}'" if taken else "correct `host` in the file"
-        spare = "; or set prestart: false, since a last stage has no need of it" if level == "warning" else ""
-        return Finding("deploy", what, level, str(exc), fix + spare)
-    return Finding("deploy", what, "ok", f"{host}:{port} is free")
-
-
+# -------------------------------------------------------------------------------- a transfer
 def check_transfer() -> Iterator[Finding]:
     """Two real connectors, a control process, a worker, one payload through a lease and one landed."""
     from mori_mp.connector import MoriTransferEngineConnector

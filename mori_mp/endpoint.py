@@ -41,8 +41,11 @@ def local_address() -> str:
         return "127.0.0.1"
 
 
-def check_bindable(host: str, port: int) -> None:
-    """Raise StartupError when nothing could listen on host:port now. Port 0 is always to be had."""
+def check_bindable(host: str, port: int, key: str = "zmq_port") -> None:
+    """Raise StartupError when nothing could listen on host:port now. Port 0 is always to be had.
+
+    key: the configuration key that the port comes from.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -50,4 +53,4 @@ def check_bindable(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as exc:
-        raise StartupError(cannot_listen(host, port, exc.errno, exc.strerror or str(exc))) from exc
+        raise StartupError(cannot_listen(host, port, exc.errno, exc.strerror or str(exc), key)) from exc

@@ -6,11 +6,11 @@ import errno
 import socket
 
 
-def cannot_listen(host: str, port: int, code: int | None, reason: str) -> str:
-    """The message for a bind() of host:port that failed with an errno and its text."""
+def cannot_listen(host: str, port: int, code: int | None, reason: str, key: str = "zmq_port") -> str:
+    """The message for a bind() of host:port that failed with an errno and its text; key sets the port."""
     where = f"cannot listen on {host}:{port}"
     if code == errno.EADDRINUSE:
-        return f"{where}: {reason}. Another program has this port; change zmq_port."
+        return f"{where}: {reason}. Another program has this port; change {key}."
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as exc:

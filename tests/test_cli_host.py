@@ -539,6 +539,64 @@ def test_doctor_checks_the_port_of_a_last_stage_too(make_connector: Factory, tmp
     assert [f["level"] for f in found] == ["ok"]
 
 
+def with_keys(path: Path, keys: str) -> Path:
+    path.write_text(path.read_text().replace("{host:", f"{{{keys}, host:"))
+    return path
+
+
+def test_doctor_tries_the_interpreter_of_workers(tmp_path: Path) -> None:
+    path = with_keys(deploy(tmp_path), "worker_python: /nope/python")
+    found = findings("--no-self-test", "--deploy-config", path)
+    _, interpreter, _ = found["deploy", "stage 0"]
+    assert interpreter["level"] == "broken"
+    assert "worker_python='/nope/python' cannot be run: No such file" in interpreter["detail"]
+    assert [f["level"] for f in found["deploy", "stage 1"]] == ["ok", "ok"]  # it never puts
+    path = with_keys(deploy(tmp_path), f"worker_python: {sys.executable}")
+    _, interpreter, _ = findings("--no-self-test", "--deploy-config", path)["deploy", "stage 0"]
+    assert interpreter["level"] == "ok"
+    assert "has what workers import" in interpreter["detail"]
+
+
+def test_doctor_checks_the_ports_of_metrics(make_connector: Factory, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    taken = make_connector.sender().zmq_port
+    assert taken is not None
+    path = with_keys(deploy(tmp_path), f"prestart: false, prometheus_port: {taken - 1}")
+    found = findings("--no-self-test", "--deploy-config", path)["deploy", "stage 1"]
+    assert len(found) == 3  # it listens, to serve them
+    last = found[-1]
+    assert last["level"] == "warning"
+    assert f"127.0.0.1:{taken}" in last["detail"]
+    assert "change prometheus_port" in last["detail"]
+    assert last["fix"] == f"see who has it: ss -ltnp 'sport = :{taken}'"
+
+
+def test_doctor_finds_ports_that_are_given_twice(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    path = with_keys(deploy(tmp_path, port=50051), "prometheus_port: 50051")
+    found = findings("--no-self-test", "--deploy-config", path)
+    for number in (0, 1):
+        last = found["deploy", f"stage {number}"][-1]
+        assert last["level"] == "broken"
+        assert f"127.0.0.1:{50051 + number} would be its metrics" in last["detail"]
+
+
+def test_doctor_names_a_sender_that_does_not_resolve(tmp_path: Path) -> None:
+    path = with_keys(deploy(tmp_path), "sender_host: no-such-host.invalid")
+    found = findings("--no-self-test", "--deploy-config", path)["deploy", "stage 1"]
+    assert [f["level"] for f in found] == ["ok", "broken", "ok"]
+    assert "sender_host='no-such-host.invalid' does not resolve" in found[1]["detail"]
+
+
+def test_doctor_blames_a_host_once(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    path = with_keys(deploy(tmp_path), "prometheus_port: 9400, sender_host: 127.0.0.1")
+    path.write_text(path.read_text().replace("host: 127.0.0.1, zmq", "host: no-such-host.invalid, zmq"))
+    found = findings("--no-self-test", "--deploy-config", path)
+    assert [f["level"] for f in found["deploy", "stage 0"]] == ["ok", "broken"]
+    assert [f["level"] for f in found["deploy", "stage 1"]] == ["ok", "warning"]
+
+
 @pytest.mark.parametrize(
     ("changes", "fix"),
     [({"engine": "nonsense"}, "`extra`"), ({"engine": "rdma"}, "set a backend_type that this host has")],

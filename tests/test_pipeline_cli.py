@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from mori_mp import cli, config_keys
 from mori_mp.pipeline.command import parse_settings
+from mori_mp.pipeline.free_ports import PortBlock
 from mori_mp.pipeline.runner import Runner
 
 ROOT = Path(__file__).parent.parent
@@ -139,6 +141,14 @@ def test_a_corrupted_chunk_is_exit_status_1(tmp_path: Path) -> None:
             "'no-such-host.invalid' does not resolve",
         ),
         (("--backend", "rdma", "--set", "memory_pool_device=cpu"), "--backend shm runs the same topology"),
+        (
+            ("--backend", "shm", "--set", "worker_python=/nope/python"),
+            "stage 0: worker_python='/nope/python' cannot be run: No such file",
+        ),
+        (
+            ("--backend", "shm", "--set", "sender_host=no-such-host.invalid"),
+            "stage 1: sender_host='no-such-host.invalid' does not resolve",
+        ),
     ],
 )
 def test_wrong_options_are_exit_status_2_before_anything_starts(
@@ -171,6 +181,23 @@ def test_a_chunk_that_can_never_fit_is_told_at_once(
         assert f"bytes on edge {edge} does not fit memory_pool_size=262144; raise" in result.output
 
 
+def test_ports_that_cannot_be_had_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(Runner, "run", lambda _: pytest.fail("a run was started"))
+    with PortBlock() as block, socket.socket() as taken:
+        port = block.base
+        twice = ("--set", f"zmq_port={port}", "--set", f"prometheus_port={port}")
+        result = pipeline("--backend", "shm", *twice)
+        assert result.exit_code == 2
+        assert f"stage 0: 127.0.0.1:{port} would be its metrics" in result.output
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        result = pipeline("--backend", "shm", "--set", f"prometheus_port={port}")
+    assert result.exit_code == 2
+    assert f"stage 0: cannot listen on 127.0.0.1:{port}" in result.output
+    assert "change prometheus_port" in result.output
+
+
 def test_the_codec_chunk_that_is_looked_at_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "run", lambda _: pytest.fail("a run was started"))
     many = ("--chunks", "3", "--set", "codec_chunk_frames=10000", "--set", "codec_left_context_frames=15000")
@@ -190,11 +217,11 @@ def test_keys_that_are_nearly_right_are_warned_about(
 
 
 def test_what_a_stage_cannot_have_is_one_line() -> None:
-    result = pipeline(*SMALL, "--set", "worker_python=/nope/python", "-v")
+    result = pipeline(*SMALL, "--set", f"memory_pool_size={1 << 49}", "-v")
     assert result.exit_code == 1
     failures = [line for line in result.output.splitlines() if line.startswith("FAIL")]
     assert len(failures) == 1
-    assert "/nope/python" in failures[0]
+    assert "memory_pool_size" in failures[0]
     assert "lost" not in result.output
     assert "Traceback" not in result.output
 

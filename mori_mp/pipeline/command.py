@@ -222,7 +222,8 @@ def pipeline(
 
     Exit status 0: everything arrived right and nothing is left over. 1: chunks
     lost, corrupt or left over, or a stage failed. 2: nothing was started, since
-    options, deploy YAML, engine or pool size cannot work here.
+    options, deploy YAML, engine, interpreter, address or pool size cannot work
+    here.
 
     Examples:
 
