@@ -411,7 +411,7 @@ def test_a_taken_metrics_port_does_not_stop_the_connector(
 
 
 def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mori_mp.config.find_spec", lambda name: None)
+    monkeypatch.setattr("mori_mp.config_rules.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'mori-mp\[metrics\]'"):
         MoriTransferEngineConnector({"prometheus_port": 9400})
 
