@@ -21,14 +21,14 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mori_mp import heart as hearts
 from mori_mp.backend import choose
+from mori_mp.calls import Calls
 from mori_mp.config import ConnectorConfig
 from mori_mp.device_pool import DevicePool
 from mori_mp.endpoint import check_bindable, resolve_host
@@ -39,14 +39,14 @@ from mori_mp.meters import StageMeters
 from mori_mp.pools import Pools
 from mori_mp.publisher import Publisher
 from mori_mp.receiver import Receiver
-from mori_mp.shared.errors import ConnectorClosed, MoriMPError, PoolExhausted, SenderUnknown, StartupError
+from mori_mp.shared.errors import ConnectorClosed, MoriMPError, PoolExhausted, StartupError
 from mori_mp.shared.faults import Faults
 from mori_mp.shared.files import expand
 from mori_mp.shared.pool import host_id
 from mori_mp.shared.procinfo import startup_line
 from mori_mp.shared.tracing import TraceFile
-from mori_mp.shared.wire import MAX_PAYLOAD_BYTES, edge_name, internal_key
-from mori_mp.wanted import Wanted
+from mori_mp.shared.wire import edge_name, internal_key
+from mori_mp.wanted import Wanted, read_wanted
 from mori_mp.workers.engines.gpu_runtime import GpuError
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,6 @@ class MoriTransferEngineConnector:
     supports_raw_data: bool = True
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._closed = True  # until there is something to close
         settings = ConnectorConfig.from_dict(config)
         self.config = config
         self.settings = settings
@@ -110,9 +109,6 @@ class MoriTransferEngineConnector:
         self.heart: hearts.Heart | None = None
         self._starting = threading.Lock()
         self._started_ahead = False
-        self._calls = 0
-        self._pool_in_use = False
-        self._calls_changed = threading.Condition()
         self.metrics = {"puts": 0, "bytes_put": 0, "errors": 0}
         self._health = StageHealth(
             self._fixed_health(),
@@ -123,7 +119,7 @@ class MoriTransferEngineConnector:
             self.faults,
             self._path(settings.health_dump_path),
         )
-        self._closed = False
+        self._calls = Calls()
         try:
             if settings.start == "at_once":
                 self._start()
@@ -193,7 +189,7 @@ class MoriTransferEngineConnector:
         if heart is not None:
             return heart
         with self._starting:
-            self._check_open("put")
+            self._calls.check_open("put")
             if self.heart is None:
                 endpoint = self.settings.listener_endpoint()
                 if endpoint is None:
@@ -213,7 +209,7 @@ class MoriTransferEngineConnector:
                     trace_folder=str(self._trace.folder) if self._trace is not None else "",
                 )
                 try:
-                    self._check_open("put")
+                    self._calls.check_open("put")
                 except ConnectorClosed:  # close() did not wait for us
                     heart.supervisor.close()
                     raise
@@ -244,7 +240,7 @@ class MoriTransferEngineConnector:
 
         Raises ConnectorClosed, StartupError.
         """
-        with self._calling("listen"):
+        with self._calls.counted("listen"):
             self._ensure_heart()
 
     def _start_ahead(self) -> None:
@@ -256,7 +252,7 @@ class MoriTransferEngineConnector:
     def _prestart(self) -> None:
         """Start the listener ahead of the first put(), which may never come (a last stage)."""
         try:
-            with self._calling("put"):
+            with self._calls.counted("put"):
                 self._ensure_heart()
         except ConnectorClosed:
             return
@@ -293,22 +289,17 @@ class MoriTransferEngineConnector:
         Raises ConnectorClosed, PayloadError (the object cannot be encoded), StartupError (a receiver that
         cannot listen).
         """
-        with self._calling("put"):
+        with self._calls.counted("put"):
             heart = self._ensure_heart()
+            edge = from_stage, to_stage
             if heart.supervisor.failed:
-                edge, text = self._put_failed(from_stage, to_stage, put_key, heart.supervisor.failed)
-                self.faults.report(logger, "put_refused", text, key=put_key, edge=edge)
-                return False, 0, None
+                return self._fault("put_refused", edge, put_key, heart.supervisor.failed)
             try:
                 done = self.publisher.put(put_key, internal_key(put_key, from_stage, to_stage), data)
             except PoolExhausted as exc:
-                edge, text = self._put_failed(from_stage, to_stage, put_key, exc)
-                self.faults.report(logger, "pool_exhausted", text, key=put_key, edge=edge)
-                return False, 0, None
+                return self._fault("pool_exhausted", edge, put_key, exc)
             except GpuError as exc:
-                edge, text = self._put_failed(from_stage, to_stage, put_key, exc)
-                self.faults.report(logger, "gpu_failed", text, key=put_key, edge=edge)
-                return False, 0, None
+                return self._fault("gpu_failed", edge, put_key, exc)
             if done is None:
                 logger.warning(
                     "put of %r (%s -> %s) refused: the payload is empty", put_key, from_stage, to_stage
@@ -317,21 +308,17 @@ class MoriTransferEngineConnector:
             size, fast_path = done
             self.metrics["puts"] += 1
             self.metrics["bytes_put"] += size
-            return (
-                True,
-                size,
-                {
-                    "source_host": heart.host,
-                    "source_port": heart.port,
-                    "data_size": size,
-                    "is_fast_path": fast_path,
-                },
-            )
+            source = {"source_host": heart.host, "source_port": heart.port}
+            return True, size, {**source, "data_size": size, "is_fast_path": fast_path}
 
-    def _put_failed(self, from_stage: str, to_stage: str, key: str, why: object) -> tuple[str, str]:
-        """Count a put() that failed; returns edge and text for its report."""
+    def _fault(
+        self, cause: str, edge: tuple[str, str], key: str, why: object
+    ) -> tuple[bool, int, dict[str, Any] | None]:
+        """Count and report a put() that failed; returns what it answers."""
         self.metrics["errors"] += 1
-        return edge_name(from_stage, to_stage), f"put of {key!r} ({from_stage} -> {to_stage}) failed: {why}"
+        text = f"put of {key!r} ({edge[0]} -> {edge[1]}) failed: {why}"
+        self.faults.report(logger, cause, text, key=key, edge=edge_name(*edge))
+        return False, 0, None
 
     # ----------------------------------------------------------------------------- get
     def get(
@@ -344,7 +331,7 @@ class MoriTransferEngineConnector:
 
         Raises ConnectorClosed, SenderUnknown, CorruptPayload.
         """
-        with self._calling("get"):
+        with self._calls.counted("get"):
             return self.receiver.get(self._wanted(from_stage, to_stage, get_key, metadata), None)
 
     def get_with_deadline(
@@ -357,47 +344,27 @@ class MoriTransferEngineConnector:
         deadline: float,
     ) -> tuple[Any, int] | None:
         """As get(), but wait for the payload until deadline (`time.monotonic()` seconds)."""
-        with self._calling("get"):
+        with self._calls.counted("get"):
             return self.receiver.get(self._wanted(from_stage, to_stage, get_key, metadata), deadline)
 
     def _wanted(self, from_stage: str, to_stage: str, key: str, metadata: Any) -> Wanted:
         self._ensure_device_pool()
         if self.settings.observed() and not self._started_ahead and self.heart is None:
             self._start_ahead()  # else the last stage of a host that starts connectors on use reports nothing
-        if isinstance(metadata, Mapping) and isinstance(metadata.get(key), Mapping):
-            metadata = metadata[key]
-        found: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
-        host, port = found.get("source_host"), found.get("source_port")
-        if not port:
-            host, port = self.sender_host, self.sender_zmq_port
-        if not port:
-            raise SenderUnknown(
-                f"get of {key!r} ({from_stage} -> {to_stage}): no sender is known. Pass put()'s metadata, "
-                f"set sender_host and sender_zmq_port, or call update_sender_info()."
-            )
-        size = found.get("data_size") or 0
-        if not isinstance(size, int) or not 0 <= size <= MAX_PAYLOAD_BYTES:
-            edge = edge_name(from_stage, to_stage)
-            text = f"get of {key!r}: its metadata names {size!r:.40} bytes, which is ignored"
-            self.faults.report(logger, "get_failed", text, key=key, edge=edge)
-            size = 0
-        return Wanted(
-            internal_key(key, from_stage, to_stage),
-            edge_name(from_stage, to_stage),
-            resolve_host(host),
-            int(port),
-            int(size),
-            bool(found.get("is_fast_path", False)),
-        )
+        sender = self.sender_host, self.sender_zmq_port
+        wanted, odd = read_wanted(from_stage, to_stage, key, metadata, sender)
+        if odd:
+            self.faults.report(logger, "get_failed", odd, key=key, edge=wanted.edge)
+        return wanted
 
     def get_wakeup_generation(self) -> int:
         """Return a counter that moves when a get() that missed may succeed."""
-        with self._calling("get_wakeup_generation"):
+        with self._calls.counted("get_wakeup_generation"):
             return self.receiver.generation
 
     def wait_for_change(self, generation: int, timeout: float) -> bool:
         """Wait up to timeout seconds until the counter has moved past generation; tell whether it has."""
-        with self._calling("wait_for_change"):
+        with self._calls.counted("wait_for_change"):
             return self.receiver.wait_for_change(generation, time.monotonic() + timeout)
 
     def abandon_get(self, get_key: str) -> None:
@@ -410,7 +377,7 @@ class MoriTransferEngineConnector:
         A host's sending thread calls this from before its first put() on; with `start: on_use` the first
         call starts the listener, in the background.
         """
-        with suppress(ConnectorClosed), self._calling("reap_consumed"):
+        with suppress(ConnectorClosed), self._calls.counted("reap_consumed"):
             if self.heart is None and not self._started_ahead:
                 self._start_ahead()
             self.publisher.collect()
@@ -424,7 +391,7 @@ class MoriTransferEngineConnector:
         """
         if (from_stage is None) != (to_stage is None):
             raise ValueError("cleanup() takes both from_stage and to_stage, or neither")
-        with suppress(ConnectorClosed), self._calling("cleanup"):
+        with suppress(ConnectorClosed), self._calls.counted("cleanup"):
             if from_stage is not None:
                 self.publisher.withdraw(request_id, internal_key(request_id, from_stage, to_stage))
             elif not self.publisher.withdraw(request_id) and "@" in request_id:
@@ -433,7 +400,7 @@ class MoriTransferEngineConnector:
     def health(self) -> dict[str, Any]:
         """Describe the connector; answers within a second whatever state its children are in."""
         try:
-            with self._calling("health"):
+            with self._calls.counted("health"):
                 self.publisher.collect()
                 return self._health.document()
         except ConnectorClosed:
@@ -441,12 +408,9 @@ class MoriTransferEngineConnector:
 
     def close(self) -> None:
         """End the children, let go of sockets, memory and files. Idempotent; takes at most 5 s."""
-        if getattr(self, "_closed", True):
+        calls: Calls | None = getattr(self, "_calls", None)  # None: made only half
+        if calls is None or not calls.shut():
             return
-        with self._calls_changed:
-            if self._closed:
-                return
-            self._closed = True
         self.receiver.close()
         if self._starting.acquire(timeout=_START_WAIT_SECONDS):  # else the thread that starts it ends it
             self._starting.release()
@@ -455,15 +419,10 @@ class MoriTransferEngineConnector:
         self._health.close(_DUMP_WAIT_SECONDS)
         if self._trace is not None:
             self._trace.finish()
-        with self._calls_changed:
-            if self._calls_changed.wait_for(lambda: self._calls == 0, _CLOSE_WAIT_SECONDS):
-                self._let_go_of_pool()
-            else:  # a put() is still copying into the pool: the last call to end lets go of it
-                self._pool_in_use = True
+        calls.afterwards(self._let_go_of_pool, _CLOSE_WAIT_SECONDS)  # a put() may be copying into the pool
 
     def _let_go_of_pool(self) -> None:
         """Drop our mapping; the memory itself goes when the last buffer of it in use does."""
-        self._pool_in_use = False
         self.receiver.let_go_of_pool()
         in_use = ""
         if self._pools.device is not None and not self.publisher.withdraw_from_device():
@@ -482,23 +441,3 @@ class MoriTransferEngineConnector:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         self.close()
-
-    def _check_open(self, what: str) -> None:
-        if self._closed:
-            raise ConnectorClosed(f"{what}(): the connector is closed")
-
-    @contextmanager
-    def _calling(self, what: str) -> Iterator[None]:
-        """Count a call, so that close() does not take the pool away under it."""
-        with self._calls_changed:
-            self._check_open(what)
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._calls_changed:
-                self._calls -= 1
-                if not self._calls:
-                    self._calls_changed.notify_all()
-                    if self._pool_in_use:
-                        self._let_go_of_pool()
