@@ -269,7 +269,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     runtime_dir: Annotated[
-        str, key("Directory of the ipc sockets and other run-time files; empty = chosen at start.")
+        str, key("Directory of the Unix sockets and other run-time files; empty = chosen at start.")
     ] = ""
     restart_limit: Annotated[
         int,

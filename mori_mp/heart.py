@@ -69,7 +69,6 @@ def start(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    jobs = "inproc://jobs" if threads else f"ipc://{folder}/jobs-{{incarnation}}.sock"
     template = ControlSetup(
         role="control",
         label=f"control stage={config.stage_id} port={port}",
@@ -94,7 +93,8 @@ def start(
         workers=config.num_transfer_workers,
         worker_cpus=[] if threads else [sorted(cpus or ()) for cpus in plan.workers],
         worker_python=config.worker_python,
-        jobs_endpoint=jobs,
+        runtime_dir=str(folder),
+        threaded=threads,
         eager_bytes=config.eager_bytes,
         ttl_seconds=config.buffer_ttl_seconds,
         park_seconds=config.park_seconds,

@@ -5,12 +5,14 @@ Three channels, all msgpack arrays of the Structs below:
     stage   <-> control   "hot" socketpair   Publish Withdraw            ->   <- Freed
     stage   <-> control   "admin" socketpair HealthRequest Shutdown      ->   <- Started Failed Health Pooled
                                              StageReport StageFault      ->   <- StageRequest Target
-    control <-> worker    ZMQ ipc:// or inproc://  AddPeer DropPeer Job Stop  ->   <- WorkerReady JobDone
+    control <-> worker    "jobs" socketpair  AddPeer DropPeer Job Stop   ->   <- WorkerReady WorkerFailed
+                                                                            JobDone PoolBacked
 
-The stage's two channels are SOCK_SEQPACKET socketpairs rather than ZMQ, because the stage must be able to
-use the hot one without giving up the GIL (see shared.syscalls), and because a put() then wakes one process
-instead of an I/O thread and a process. Set-up of a child is one JSON line on its standard input, which stays
-open as its lifeline: end of file there means that the parent is gone.
+They are SOCK_SEQPACKET socketpairs rather than ZMQ, because the stage must be able to use the hot one without
+giving up the GIL (see shared.syscalls), and because a packet then wakes its reader and nobody else, instead
+of two I/O threads and the reader: a landing write pays for that twice, as a job and as its end. Each start of
+a worker has a pair of its own. Set-up of a child is one JSON line on its standard input, which stays open as
+its lifeline: end of file there means that the parent is gone.
 """
 
 from __future__ import annotations
@@ -232,6 +234,7 @@ class Observing(msgspec.Struct, kw_only=True):
 class ControlSetup(ChildSetup, kw_only=True):
     """All that a control process is told; fds are inherited ones.
 
+    runtime_dir is to be removed if the stage dies. threaded: control and workers are threads of the stage.
     engine moves the host pool, device_engine ("" for none) the GPU pool that gpu_pool describes.
     """
 
@@ -251,7 +254,8 @@ class ControlSetup(ChildSetup, kw_only=True):
     workers: int
     worker_cpus: list[list[int]]
     worker_python: str
-    jobs_endpoint: str
+    runtime_dir: str
+    threaded: bool
     eager_bytes: int
     ttl_seconds: float
     park_seconds: float
@@ -267,7 +271,7 @@ class ControlSetup(ChildSetup, kw_only=True):
 
 
 class WorkerSetup(ChildSetup, kw_only=True):
-    """All that a transfer worker is told; engines and gpu_pool as in ControlSetup."""
+    """All that a transfer worker is told; engines, gpu_pool, threaded as in ControlSetup."""
 
     index: int
     identity: str
@@ -275,7 +279,8 @@ class WorkerSetup(ChildSetup, kw_only=True):
     engine_options: dict[str, Any]
     pool_fd: int
     pool_size: int
-    jobs_endpoint: str
+    jobs_fd: int
+    threaded: bool
     prefault: bool
     device: str = "cpu"
     device_engine: str = ""

@@ -1,4 +1,4 @@
-"""Runtime directories: one per connector, holding its ipc sockets; only its user may enter.
+"""Runtime directories: one per connector, holding its Unix sockets; only its user may enter.
 
 $MORI_MP_RUNTIME_DIR, else $XDG_RUNTIME_DIR/mori-mp, else /tmp/mori-mp-<uid>
     <stage pid>-<epoch>/      made by the stage, removed by close(), or by its control process when the
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _OURS = re.compile(r"(\d+)-[0-9a-f]{12}")  # pid and epoch; nothing else in a base is ours to remove
 _MAX_SOCKET_PATH = 107  # sun_path less its terminating zero
-_LONGEST_NAME = len("/jobs-999.sock")
+_LONGEST_NAME = len("/lane-999.sock")
 
 
 def base_directory(configured: str = "") -> Path:
@@ -40,7 +40,7 @@ def create(epoch: str, configured: str = "") -> Path:
     folder = base / f"{os.getpid()}-{epoch}"
     if len(os.fsencode(folder)) + _LONGEST_NAME > _MAX_SOCKET_PATH:
         raise ConfigError(
-            f"runtime_dir {base} is too long for ipc sockets ({_MAX_SOCKET_PATH} bytes in all); set "
+            f"runtime_dir {base} is too long for Unix sockets ({_MAX_SOCKET_PATH} bytes in all); set "
             f"runtime_dir or MORI_MP_RUNTIME_DIR to a shorter path"
         )
     try:

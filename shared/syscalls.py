@@ -69,7 +69,8 @@ class PacketReader:
         self._max_bytes = max_bytes
 
     def try_recv(self, fd: int) -> bytes | None:
-        """Return one packet, None when there is none, b"" when the peer has closed."""
+        """Return one packet, None when there is none, b"" when the peer has closed and all has been read."""
+        reset = False
         while True:
             n = int(_recv(fd, self._buffer, self._max_bytes, _MSG_DONTWAIT))
             if n >= 0:
@@ -80,5 +81,8 @@ class PacketReader:
             if code == errno.EAGAIN:
                 return None
             if code == errno.ECONNRESET:
-                return b""
+                if reset:
+                    return b""
+                reset = True  # told once, ahead of what the peer sent before its end
+                continue
             raise OSError(code, os.strerror(code))

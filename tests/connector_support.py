@@ -104,7 +104,7 @@ def no_leaks(
 
 @contextmanager
 def short_directory() -> Iterator[Path]:
-    """A temporary directory whose path leaves room for ipc sockets (107 bytes in all)."""
+    """A temporary directory whose path leaves room for Unix sockets (107 bytes in all)."""
     path = Path(tempfile.mkdtemp(prefix="mmp-", dir="/tmp"))
     try:
         yield path

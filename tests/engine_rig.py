@@ -36,7 +36,7 @@ from mori_mp.shared import errors
 from mori_mp.workers.engines.base import EngineBroken
 
 MORI = "amd-mori==1.2.4"
-NEEDS_IN_310 = ("pyzmq>=26", "msgspec>=0.19")
+NEEDS_IN_310 = ("msgspec>=0.19",)
 MB = 1 << 20
 
 _ROOT = Path(mori_mp.__file__).resolve().parent.parent

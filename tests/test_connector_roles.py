@@ -326,9 +326,9 @@ def test_refused_configuration_leaves_nothing_behind(
 
 def test_interpreter_without_our_dependencies_is_named(make_connector: Factory, tmp_path: Any) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho cannot import zmq >&2\nexit 3\n")
+    python.write_text("#!/bin/sh\necho cannot import msgspec >&2\nexit 3\n")
     python.chmod(0o755)
-    with pytest.raises(StartupError, match="cannot import zmq"):
+    with pytest.raises(StartupError, match="cannot import msgspec"):
         make_connector.sender(worker_python=str(python), restart_limit=0)
 
 

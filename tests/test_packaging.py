@@ -165,6 +165,8 @@ with sender, receiver:
     print(*children)
     for pid in children:
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text(), f"process {pid} has loaded torch"
+        zmq = "zmq" in Path(f"/proc/{pid}/maps").read_text()
+        assert zmq == (pid == children[0]), f"of {children}, process {pid} has zmq: {zmq}"
         boot = Path(f"/proc/{pid}/cmdline").read_text().split(chr(0))[2]
         assert boot.startswith(folder), f"process {pid} runs {boot}, of another installation"
     assert "libtorch" in Path("/proc/self/maps").read_text(), "the check above would not find torch"

@@ -53,7 +53,7 @@ def test_only_the_user_may_enter(base: Path) -> None:
 
 
 def test_a_path_too_long_for_sockets_is_the_operators_to_change(base: Path) -> None:
-    with pytest.raises(ConfigError, match="too long for ipc sockets"):
+    with pytest.raises(ConfigError, match="too long for Unix sockets"):
         runtime.create(EPOCH, str(base / ("x" * 80)))
     assert not base.exists()
 
@@ -61,10 +61,10 @@ def test_a_path_too_long_for_sockets_is_the_operators_to_change(base: Path) -> N
 def test_the_longest_socket_that_is_accepted_can_be_bound(base: Path) -> None:
 
     name = f"{os.getpid()}-{EPOCH}"
-    room = 107 - len(str(base)) - len(f"//{name}/jobs-999.sock")
+    room = 107 - len(str(base)) - len(f"//{name}/lane-999.sock")
     folder = runtime.create(EPOCH, str(base / ("x" * room)))
     with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(str(folder / "jobs-999.sock"))
+        bound.bind(str(folder / "lane-999.sock"))
 
 
 def test_a_link_or_file_in_the_place_of_the_base_is_refused(base: Path) -> None:
@@ -93,7 +93,7 @@ def test_the_same_directory_twice_is_refused(base: Path) -> None:
 def test_what_dead_stages_left_behind_is_swept(base: Path, dead_pid: int) -> None:
     left = base / f"{dead_pid}-{EPOCH}"
     left.mkdir(parents=True)
-    (left / "jobs-1.sock").touch()
+    (left / "lane-1.sock").touch()
     ours = runtime.create("ba9876543210", str(base))
     assert sorted(base.iterdir()) == [ours]
 

@@ -1,15 +1,15 @@
-"""A transfer worker with the shm engine, between a control process's socket and a receiver's pool."""
+"""A transfer worker with the shm engine, between a control process's channel and a receiver's pool."""
 
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,16 +22,17 @@ from mori_mp.shared.messages import (
     JobDone,
     PoolBacked,
     Stop,
+    WorkerFailed,
     WorkerReady,
     WorkerSetup,
 )
 from mori_mp.shared.pool import BLOCK, Pool, PoolDescriptor, total_bytes
 from mori_mp.workers.engines.shm import ShmEngine, receive
+from mori_mp.workers.job_channel import JobChannel
 from mori_mp.workers.transfer import TransferWorker
 
 SOON = 10.0
 SIZE = 16 * BLOCK
-JOBS = "inproc://jobs"
 
 
 def setup(**changes: Any) -> WorkerSetup:
@@ -47,33 +48,35 @@ def setup(**changes: Any) -> WorkerSetup:
         "identity": "0.1",
         "role": "worker",
     }
-    return WorkerSetup(**{**fields, "jobs_endpoint": JOBS, "pool_size": SIZE, **changes})
+    return WorkerSetup(**{**fields, "jobs_fd": -1, "pool_size": SIZE, **changes})
 
 
 class Control:
     """The control process's end, with the worker in a thread."""
 
     def __init__(self, pool: Pool, worker_setup: WorkerSetup) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._jobs = self._context.socket(zmq.ROUTER)
-        self._jobs.bind(JOBS)
+        ours, theirs = messages.socketpair()
+        self.socket = ours
+        self.channel = JobChannel(ours, messages.from_worker)
         self._lifeline, self._cut = os.pipe()
-        worker = TransferWorker(worker_setup, pool, self._context, self._lifeline)
-        self._thread = threading.Thread(target=worker.run, daemon=True)
-        self._thread.start()
-        self._identity = b""
+        worker_setup = msgspec.structs.replace(worker_setup, jobs_fd=theirs.detach())
+        worker = TransferWorker(worker_setup, pool, self._lifeline)
+        self.thread = threading.Thread(target=worker.run, daemon=True)
+        self.thread.start()
         self._next = 0
 
     def hears(self, kind: type) -> Any:
-        assert self._jobs.poll(SOON * 1000), "the worker said nothing"
-        self._identity, body = self._jobs.recv_multipart()
-        message = messages.from_worker.decode(body)
+        poller = select.poll()
+        poller.register(self.channel.fileno(), select.POLLIN)
+        assert poller.poll(SOON * 1000), "the worker said nothing"
+        message = self.channel.receive()
         assert isinstance(message, kind), message
         return message
 
     def says(self, *said: messages.ToWorker) -> None:
         for message in said:
-            self._jobs.send_multipart([self._identity, messages.encode(message)])
+            self.channel.send(message)
+        assert self.channel.backlog == 0
 
     def writes(self, peer: int, *segments: tuple[int, int, int]) -> JobDone:
         """Have (local, remote, size) segments written; returns how that ended."""
@@ -87,11 +90,14 @@ class Control:
     def end(self) -> None:
         """Cut the lifeline, which ends a worker whatever it is doing."""
         os.close(self._cut)
-        self._thread.join(SOON)
-        assert not self._thread.is_alive()
+        self.ends()
         os.close(self._lifeline)
-        self._jobs.close(0)
-        self._context.term()
+        self.channel.close()
+
+    def ends(self) -> None:
+        """Wait for the worker's end."""
+        self.thread.join(SOON)
+        assert not self.thread.is_alive()
 
 
 @pytest.fixture
@@ -260,7 +266,7 @@ def test_random_descriptors_never_end_the_worker(
 
 
 def test_garbage_from_the_control_socket_is_survived(control: Control, target: Pool) -> None:
-    control._jobs.send_multipart([control._identity, b"\xc1"])
+    control.socket.send(b"\xc1")
     control.says(peer_of(target))
     assert control.writes(1, (0, 0, 10)).error == ""
 
@@ -270,9 +276,85 @@ def test_stop_ends_the_worker_after_its_work(pool: Pool, target: Pool) -> None:
     control.hears(WorkerReady)
     control.says(peer_of(target), Job(1, 1, [0], [0], [SIZE]), Stop())
     assert control.hears(JobDone).error == ""
-    control._thread.join(SOON)
-    assert not control._thread.is_alive()
+    control.ends()
     assert bytes(target.view) == bytes(pool.view)
+    control.end()
+
+
+def test_a_worker_whose_control_process_is_gone_ends(pool: Pool) -> None:
+    """By the end of its channel, too: its lifeline may be late."""
+    control = Control(pool, setup())
+    control.hears(WorkerReady)
+    control.channel.close()
+    control.ends()
+    control.end()
+
+
+def test_a_worker_that_is_not_heard_any_more_ends(
+    pool: Pool, target: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told by the failure of what it sends, before it comes to read the end of its channel."""
+    polls = 0
+
+    class Writing:
+        def poll(self) -> bool:
+            nonlocal polls
+            polls += 1
+            control.channel.close()
+            return True
+
+    control = Control(pool, setup())
+    control.hears(WorkerReady)
+    with monkeypatch.context() as patch:
+        patch.setattr(ShmEngine, "submit", lambda self, *job: Writing())
+        control.says(peer_of(target), Job(1, 1, [0], [0], [1]))
+        control.ends()
+    assert polls == 1
+    control.end()
+
+
+def test_a_worker_that_cannot_start_says_why_before_it_ends(pool: Pool) -> None:
+    control = Control(pool, setup(engine="no such engine"))
+    assert "no engine 'no such engine'" in control.hears(WorkerFailed).error
+    control.ends()
+    assert control.channel.receive() is None
+    assert control.channel.ended
+    control.end()
+
+
+def test_an_error_that_quotes_all_that_a_receiver_sent_still_fits(
+    control: Control, target: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unpack(data: bytes) -> PoolDescriptor:
+        raise ZeroDivisionError(repr(bytes(messages.MAX_PACKET_BYTES)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PoolDescriptor, "unpack", unpack)
+        control.says(peer_of(target))
+        error = control.writes(1, (0, 0, 10)).error
+    assert error.startswith(r"ZeroDivisionError: b'\x00\x00")
+    assert len(error) < 5000
+    control.says(peer_of(target, 2))
+    assert control.writes(2, (0, 0, 10)).error == ""
+
+
+def test_what_a_worker_has_no_room_to_say_is_said_later_and_in_order(pool: Pool, target: Pool) -> None:
+    control = Control(pool, setup())
+    control.hears(WorkerReady)
+    control.says(peer_of(target))
+    total, sent = 20_000, 0
+    poller = select.poll()
+    poller.register(control.channel.fileno(), select.POLLOUT)
+    while sent < total:  # nothing is read meanwhile
+        assert poller.poll(SOON * 1000)
+        while sent < total and not control.channel.backlog:
+            sent += 1
+            control.channel.send(Job(sent, 1, [0], [0], [1]))
+        control.channel.flush()
+    heard = [control.hears(JobDone).write_id for _ in range(total)]
+    assert heard == list(range(1, total + 1))
+    control.says(Job(total + 1, 1, [0], [0], [1]))
+    assert control.hears(JobDone).write_id == total + 1
     control.end()
 
 

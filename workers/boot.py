@@ -42,15 +42,17 @@ def main() -> None:
     from mori_mp.shared.affinity import pin_self  # imports nothing that starts a thread
 
     pin_self(frozenset(setup["cpus"]) or None)
+    needs = "msgspec"
     try:
         if setup["role"] == "control":
+            needs = "pyzmq and msgspec"
             from mori_mp.workers.control import main as run
         else:
             from mori_mp.workers.transfer import main as run
     except ImportError as exc:
         sys.exit(
-            f"mori-mp: {sys.executable} cannot import {exc.name or exc}: a child's interpreter needs pyzmq "
-            f"and msgspec (and what its engine needs) for its own Python version"
+            f"mori-mp: {sys.executable} cannot import {exc.name or exc}: a {setup['role']} process's "
+            f"interpreter needs {needs} (and what its engine needs) for its own Python version"
         )
     run(line)
 

@@ -6,7 +6,7 @@ One thread, one poll. What it listens to:
     lanes                      the same, from receivers on this host
     hot socketpair             the stage: Publish, Withdraw
     admin socketpair           the stage: HealthRequest, Shutdown, StageReport, StageFault
-    ROUTER ipc:// or inproc:// its transfer workers
+    job channels               its transfer workers (mori_mp.workers.crew)
     lifeline                   end of file: the stage is gone, so are we, within a second
     pidfds                     workers (restarted) and processes that hold leases (leases end)
     health.sock, metrics port  operators and their tools (mori_mp.workers.observer)
@@ -75,7 +75,6 @@ class ControlLoop:
         lifeline: int,
     ) -> None:
         self._setup = setup
-        self._context = context
         self._lifeline = lifeline
         self._hot = socket.socket(fileno=setup.hot_fd)
         self._admin = socket.socket(fileno=setup.admin_fd)
@@ -122,16 +121,14 @@ class ControlLoop:
         self._running = True
         self._orphaned = False
         self._started_at = time.monotonic()
-        threaded = setup.jobs_endpoint.startswith("inproc:")
-        self._front = Front(context, setup.host, guarded=not threaded)
+        self._front = Front(context, setup.host, guarded=not setup.threaded)
 
     # --------------------------------------------------------------------------- life
     def run(self) -> None:
         """Serve until the stage says so or is gone."""
-        jobs = self._context.socket(zmq.ROUTER)
         try:
             try:
-                self._open(jobs)
+                self._open()
             except (zmq.ZMQError, MoriMPError, OSError) as exc:
                 self._tell_stage(messages.Failed(str(exc)))
                 return
@@ -163,21 +160,16 @@ class ControlLoop:
             if self._lanes is not None:
                 self._lanes.close()
             self._front.close(_LINGER_MS)
-            jobs.close(_LINGER_MS)
             self._hot.close()
             self._admin.close()
 
-    def _open(self, jobs: zmq.Socket[bytes]) -> None:
+    def _open(self) -> None:
         setup, reactor = self._setup, self._reactor
         try:
             self._front.bind(setup.port)
         except zmq.ZMQError as exc:
             raise StartupError(cannot_listen(setup.host, setup.port, exc.errno, exc.strerror)) from exc
-        jobs.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        jobs.bind(setup.jobs_endpoint)
-        self._jobs = jobs
         reactor.on(self._front.socket, self._from_receivers)
-        reactor.on(jobs, self._from_workers)
         reactor.on(self._hot.fileno(), self._from_stage)
         reactor.on(self._admin.fileno(), self._from_admin)
         reactor.on(self._lifeline, self._stage_gone)
@@ -190,7 +182,7 @@ class ControlLoop:
                 lambda identity, packet: self._broker.request(identity, packet, time.monotonic()),
                 self._broker.unreachable,
             )
-        self._crew.open(jobs, reactor.on, reactor.off, self._cannot_start)
+        self._crew.open(reactor.watch_both, reactor.off, self._from_worker, self._cannot_start)
         logger.info(
             startup_line(
                 "control",
@@ -205,9 +197,8 @@ class ControlLoop:
     def _stage_gone(self) -> None:
         logger.info("stage process is gone; control process ends")
         self._running, self._orphaned = False, True
-        runtime = self._setup.jobs_endpoint.removeprefix("ipc://")
-        if runtime != self._setup.jobs_endpoint:
-            shutil.rmtree(Path(runtime).parent, ignore_errors=True)
+        if not self._setup.threaded:  # else it is only closing, and removes the directory itself
+            shutil.rmtree(self._setup.runtime_dir, ignore_errors=True)
 
     # ------------------------------------------------------------------------- inputs
     def _from_receivers(self) -> None:
@@ -260,28 +251,20 @@ class ControlLoop:
         elif isinstance(message, Shutdown):
             self._running = False
 
-    def _from_workers(self) -> None:
-        now = time.monotonic()
-        for _ in range(_DRAIN):
-            try:
-                identity, body = self._jobs.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            message = messages.from_worker.decode(body)
-            if isinstance(message, messages.JobDone):
-                self._broker.write_ended(
-                    message.write_id, message.error, now, identity.decode(), message.microseconds
-                )
-            elif isinstance(message, messages.WorkerReady):
-                if self._crew.ready(identity.decode(), message) and self._crew.all_ready_once():
-                    self._tell_stage(messages.Started(self._front.port, os.getpid()))
-            elif isinstance(message, messages.WorkerFailed):
-                text = f"transfer worker {message.index} cannot start: {message.error}"
-                self.observer.faults.report(logger, "worker_failed", text)
-                if not self._crew.announced:
-                    self._cannot_start(message.error)
-            else:
-                self._tell_stage(messages.Pooled(message.error))
+    def _from_worker(self, identity: str, message: messages.FromWorker) -> None:
+        if isinstance(message, messages.JobDone):
+            now = time.monotonic()
+            self._broker.write_ended(message.write_id, message.error, now, identity, message.microseconds)
+        elif isinstance(message, messages.WorkerReady):
+            if self._crew.ready(identity, message) and self._crew.all_ready_once():
+                self._tell_stage(messages.Started(self._front.port, os.getpid()))
+        elif isinstance(message, messages.WorkerFailed):
+            text = f"transfer worker {message.index} cannot start: {message.error}"
+            self.observer.faults.report(logger, "worker_failed", text)
+            if not self._crew.announced:
+                self._cannot_start(message.error)
+        else:
+            self._tell_stage(messages.Pooled(message.error))
 
     def _cannot_start(self, reason: str) -> None:
         self._tell_stage(messages.Failed(reason))
@@ -294,8 +277,9 @@ class ControlLoop:
     def _carry_out(self, now: float) -> None:
         """Send whatever the broker owes."""
         broker = self._broker
-        for error in self._crew.dispatch(now):
-            broker.write_ended(error[0], error[1], now)
+        while impossible := self._crew.dispatch(now):  # each makes room for another job
+            for write_id, error in impossible:
+                broker.write_ended(write_id, error, now)
         for identity, frames in broker.replies.outbox:
             if self._lanes is not None and is_lane(identity):
                 if not self._lanes.send(identity, frames[-1]):

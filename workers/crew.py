@@ -1,36 +1,35 @@
 """The transfer workers of one control process: started, introduced to peers, fed, watched, replaced.
 
-Two launchers make workers: as child processes (worker_mode process) and as threads (worker_mode thread). The
-crew treats both alike. A worker that dies, or holds a job for longer than the job time-out, is replaced, and
-its jobs go to another one; one that dies too often is given up, and once no worker is left its jobs fail.
+A launcher makes workers: child processes (worker_mode process, here) or threads (worker_mode thread,
+mori_mp.workers.inline). The crew treats both alike. Each start of a worker has a job channel of its own, on
+which nothing is lost or overtaken while the worker lives; what waits there is bounded by the jobs that it may
+have. A worker that dies, or holds a job for longer than the job time-out, is replaced, and its jobs go to
+another one; one that dies too often is given up, and once no worker is left its jobs fail.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
-import zmq
-
 from mori_mp.shared import messages
-from mori_mp.shared.errors import MoriMPError
+from mori_mp.shared.errors import MoriMPError, StartupError, WireError
 from mori_mp.shared.faults import Faults
-from mori_mp.shared.messages import ControlSetup, WorkerReady, WorkerSetup
-from mori_mp.shared.pool import Pool
+from mori_mp.shared.messages import ControlSetup, FromWorker, WorkerReady, WorkerSetup
 from mori_mp.workers.dispatch import Dispatcher
+from mori_mp.workers.job_channel import JobChannel
 from mori_mp.workers.peers import Peers
 from mori_mp.workers.spawn import spawn
-from mori_mp.workers.transfer import TransferWorker
 
 logger = logging.getLogger(__name__)
 
 RESTART_WINDOW_SECONDS = 60.0
 _STOP_SECONDS = 2.0
+_DRAIN = 256  # messages taken from one worker before others get their turn
 
 
 class RunningWorker(Protocol):
@@ -45,7 +44,7 @@ class RunningWorker(Protocol):
 
 
 class WorkerLauncher(Protocol):
-    """Starts one worker."""
+    """Starts one worker, which gets a descriptor of its own for jobs_fd."""
 
     def __call__(self, setup: WorkerSetup) -> RunningWorker: ...
 
@@ -58,66 +57,30 @@ class ProcessLauncher:
         self._fence_fd = setup.fence_fd
 
     def __call__(self, setup: WorkerSetup) -> RunningWorker:
-        fds = [setup.pool_fd, self._fence_fd]
+        fds = [setup.pool_fd, setup.jobs_fd, self._fence_fd]
         return spawn(setup, pass_fds=fds, output_fd=1, interpreter=self._interpreter)
 
 
-class _WorkerThread:
-    def __init__(self, setup: WorkerSetup, pool: Pool, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.pid = os.getpid()
-        self._ended = os.eventfd(0, os.EFD_CLOEXEC)
-        self._lifeline, self._cut = os.pipe()
-        self._thread = threading.Thread(target=self._run, args=(setup, pool, context), daemon=True)
-        self._thread.name = f"mori-mp-{setup.label}"
-        self._thread.start()
-
-    def _run(self, setup: WorkerSetup, pool: Pool, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        try:
-            TransferWorker(setup, pool, context, self._lifeline).run()
-        finally:
-            os.eventfd_write(self._ended, 1)
-
-    def fileno(self) -> int:
-        return self._ended
-
-    def kill(self) -> None:
-        """Ask it to end; a thread cannot be killed."""
-        if self._cut >= 0:
-            os.close(self._cut)
-            self._cut = -1
-
-    def exit_status(self) -> int | None:
-        return None if self._thread.is_alive() else 0
-
-    def reap(self, timeout: float) -> bool:
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            return False
-        self.kill()
-        os.close(self._lifeline)
-        os.close(self._ended)
-        return True
-
-
-class ThreadLauncher:
-    """Workers as threads of the stage process, over the stage's own mapping of the pool."""
-
-    def __init__(self, pool: Pool, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._pool = pool
-        self._context = context
-
-    def __call__(self, setup: WorkerSetup) -> RunningWorker:
-        return _WorkerThread(setup, self._pool, self._context)
-
-
 class _Member:
-    __slots__ = ("identity", "index", "info", "peers", "process", "ready", "restarts", "serial", "started_at")
+    __slots__ = (
+        "channel",
+        "identity",
+        "index",
+        "info",
+        "peers",
+        "process",
+        "ready",
+        "restarts",
+        "serial",
+        "started_at",
+    )
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.serial = 0
         self.identity = ""
         self.process: RunningWorker | None = None
+        self.channel: JobChannel[FromWorker] | None = None
         self.ready = False
         self.info: WorkerReady | None = None
         self.peers: set[int] = set()
@@ -148,17 +111,19 @@ class Crew:
 
     def open(
         self,
-        jobs: zmq.Socket[bytes],
-        watch: Callable[[int, Callable[[], None]], None],
+        watch: Callable[[int, Callable[[], None], bool], None],
         unwatch: Callable[[int], None],
+        heard: Callable[[str, FromWorker], None],
         cannot_start: Callable[[str], None],
     ) -> None:
         """Start all workers. Raises StartupError when one cannot even be started.
 
-        cannot_start(reason) is called when one is given up before all of them were ready.
+        watch(fd, handler, writable) and unwatch(fd) register with the process's poll; heard(identity,
+        message) takes what a worker says. cannot_start(reason) is called when one is given up before all of
+        them were ready.
         """
-        self._jobs = jobs
-        self._watch, self._unwatch, self._cannot_start = watch, unwatch, cannot_start
+        self._watch, self._unwatch = watch, unwatch
+        self._heard, self._cannot_start = heard, cannot_start
         for member in self._members:
             self._start(member)
 
@@ -186,7 +151,10 @@ class Crew:
         return True
 
     def dispatch(self, now: float) -> list[tuple[int, str]]:
-        """Send queued jobs out. Returns (write id, error) of those that no worker can ever take."""
+        """Send queued jobs out. Returns (write id, error) of those that no worker can ever take.
+
+        They are the dispatcher's until it hears of their end.
+        """
         for forgotten in self._peers.forgotten:
             for member in self._members:
                 if forgotten in member.peers:
@@ -194,19 +162,25 @@ class Crew:
                     self._send(member, messages.DropPeer(forgotten))
         self._peers.forgotten.clear()
         by_identity = {m.identity: m for m in self._members}
+        impossible: list[tuple[int, str]] = []
         for identity, job in self._dispatcher.assign(now):
             member = by_identity[identity]
-            if job.peer not in member.peers:
-                peer = self._peers[job.peer]
-                member.peers.add(job.peer)
-                introduction = messages.AddPeer(job.peer, peer.engine_desc, peer.mem_desc, peer.device)
-                self._send(member, introduction)
-            self._send(member, job)
+            try:
+                if job.peer not in member.peers:
+                    peer = self._peers[job.peer]
+                    introduction = messages.AddPeer(job.peer, peer.engine_desc, peer.mem_desc, peer.device)
+                    self._send(member, introduction)
+                    member.peers.add(job.peer)
+                self._send(member, job)
+            except WireError as exc:
+                impossible.append((job.write_id, str(exc)))
+                continue
             if self.on_dispatch is not None:
                 self.on_dispatch(job.write_id, now)
         if all(m.process is None for m in self._members):
-            return [(job.write_id, "no transfer worker is left") for job in self._dispatcher.take_queued()]
-        return []
+            queued = self._dispatcher.take_queued()
+            impossible += [(job.write_id, "no transfer worker is left") for job in queued]
+        return impossible
 
     def check_overdue(self, now: float) -> None:
         """Kill workers that hold a job for too long; their exit does the rest."""
@@ -225,6 +199,8 @@ class Crew:
         for member in self._members:
             if member.process is not None and member.ready:
                 self._send(member, messages.Stop())
+                if member.channel is not None and member.channel.backlog:
+                    self._hang_up(member)  # it does not hear Stop: the end of the channel tells it
         deadline = time.monotonic() + patience
         for member in self._members:
             process = member.process
@@ -234,6 +210,7 @@ class Crew:
                 process.kill()
                 if not process.reap(_STOP_SECONDS):
                     logger.error("transfer worker %d (pid %d) cannot be ended", member.index, process.pid)
+            self._hang_up(member)
             member.process = None
 
     def report(self) -> list[dict[str, Any]]:
@@ -257,38 +234,49 @@ class Crew:
 
     # ------------------------------------------------------------------------- inside
     def _start(self, member: _Member) -> None:
-        setup = self._setup
         member.serial += 1
         member.identity = f"{member.index}.{member.serial}"
         member.ready, member.info = False, None
         member.peers = set()
         member.started_at = time.monotonic()
-        member.process = self._launch(
-            WorkerSetup(
-                role="worker",
-                label=f"worker {setup.label.removeprefix('control ')} index={member.index}",
-                path=setup.path,
-                cpus=self._cpus(member.index),
-                log_level=setup.log_level,
-                index=member.index,
-                identity=member.identity,
-                engine=setup.engine,
-                device=setup.device,
-                device_engine=setup.device_engine,
-                gpu_pool=setup.gpu_pool,
-                trace_folder=setup.observing.trace_folder,
-                epoch=setup.epoch,
-                engine_options=setup.engine_options,
-                pool_fd=setup.pool_fd,
-                pool_size=setup.pool_size,
-                jobs_endpoint=setup.jobs_endpoint,
-                prefault=setup.prefault
-                and member.index == 0
-                and member.serial == 1
-                and setup.incarnation == 1,
-            )
+        try:
+            ours, theirs = messages.socketpair()
+        except OSError as exc:
+            raise StartupError(f"cannot start a worker: no job channel: {exc.strerror}") from exc
+        try:
+            member.process = self._launch(self._setup_of(member, theirs.fileno()))
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        member.channel = JobChannel(ours, messages.from_worker)
+        self._watch(member.process.fileno(), partial(self._exited, member), False)
+        self._watch(ours.fileno(), partial(self._ready, member), False)
+
+    def _setup_of(self, member: _Member, jobs_fd: int) -> WorkerSetup:
+        setup = self._setup
+        return WorkerSetup(
+            role="worker",
+            label=f"worker {setup.label.removeprefix('control ')} index={member.index}",
+            path=setup.path,
+            cpus=self._cpus(member.index),
+            log_level=setup.log_level,
+            index=member.index,
+            identity=member.identity,
+            engine=setup.engine,
+            device=setup.device,
+            device_engine=setup.device_engine,
+            gpu_pool=setup.gpu_pool,
+            trace_folder=setup.observing.trace_folder,
+            epoch=setup.epoch,
+            engine_options=setup.engine_options,
+            pool_fd=setup.pool_fd,
+            pool_size=setup.pool_size,
+            jobs_fd=jobs_fd,
+            threaded=setup.threaded,
+            prefault=setup.prefault and member.index == 0 and member.serial == 1 and setup.incarnation == 1,
         )
-        self._watch(member.process.fileno(), lambda: self._exited(member))
 
     def _cpus(self, index: int) -> list[int]:
         sets = self._setup.worker_cpus
@@ -300,6 +288,9 @@ class Crew:
         status = process.exit_status()
         self._unwatch(process.fileno())
         process.reap(_STOP_SECONDS)
+        while not self._take_in(member):  # its last words count
+            pass
+        self._hang_up(member)
         member.process, member.ready = None, False
         lost = self._dispatcher.remove_worker(member.identity)
         now = time.monotonic()
@@ -332,8 +323,43 @@ class Crew:
         self._faults.report(logger, cause, text, level=level)
 
     def _send(self, member: _Member, message: messages.ToWorker) -> None:
-        try:
-            self._jobs.send_multipart([member.identity.encode(), messages.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as exc:
-            # It has just died: its exit puts the jobs back into the queue.
-            logger.debug("message to transfer worker %d lost: %s", member.index, exc)
+        """Send, or keep until there is room. Raises WireError.
+
+        What is for one that has just died is lost: its exit puts the jobs back into the queue.
+        """
+        channel = member.channel
+        if channel is None:
+            return
+        waiting = channel.backlog
+        channel.send(message)
+        if channel.backlog and not waiting:
+            self._watch(channel.fileno(), partial(self._ready, member), True)
+
+    def _ready(self, member: _Member) -> None:
+        """A worker has said something, has ended, or has room for what waits."""
+        channel = member.channel
+        if channel is None:
+            return
+        if channel.backlog:
+            channel.flush()
+            if not channel.backlog:
+                self._watch(channel.fileno(), partial(self._ready, member), False)
+        self._take_in(member)
+        if channel.ended:  # its exit does the rest
+            self._unwatch(channel.fileno())
+
+    def _take_in(self, member: _Member) -> bool:
+        """Pass on what a worker has said; False if there may be more."""
+        for _ in range(_DRAIN):
+            message = member.channel.receive() if member.channel is not None else None
+            if message is None:
+                return True
+            self._heard(member.identity, message)
+        return False
+
+    def _hang_up(self, member: _Member) -> None:
+        """Close the channel to a worker, if it is still open."""
+        if member.channel is not None:
+            self._unwatch(member.channel.fileno())
+            member.channel.close()
+            member.channel = None

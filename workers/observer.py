@@ -46,10 +46,9 @@ class Observer:
         observing = setup.observing
         self.tracer: Tracer | None = None
         if observing.trace_folder:
-            threaded = setup.jobs_endpoint.startswith("inproc:")
             name = f"control {observing.stage_id}"
             folder = Path(observing.trace_folder)
-            self.tracer = Tracer(folder, "control", name, epoch=setup.epoch, thread=threaded)
+            self.tracer = Tracer(folder, "control", name, epoch=setup.epoch, thread=setup.threaded)
         self.meters = SenderMeters(bool(observing.prometheus_port), self.tracer)
         self.faults = Faults("control")
         self.faults.listener = self.on_fault

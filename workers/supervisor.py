@@ -149,7 +149,6 @@ class Supervisor:
             hot_fd=theirs_hot.fileno(),
             admin_fd=theirs_admin.fileno(),
             fence_fd=fence_write,
-            jobs_endpoint=self._template.jobs_endpoint.format(incarnation=self._incarnation),
             lane_path=self._template.lane_path.format(incarnation=self._incarnation),
         )
         try:

@@ -1,6 +1,6 @@
 """A transfer worker: takes jobs from its control process, has its engine move the bytes, tells the end.
 
-One thread, one DEALER socket, one engine over the stage's host pool and, where it has a GPU pool, one over
+One thread, one job channel, one engine over the stage's host pool and, where it has a GPU pool, one over
 that. While transfers are under way it polls them, first back to back and then with growing pauses inside the
 wait for new jobs, because every completion call that blocks (Mori's Wait and WaitFor) costs more than it
 saves. With nothing under way it sleeps in poll().
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import socket
 import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import zmq
 
 from mori_mp.shared import messages
 from mori_mp.shared.affinity import pin_self
@@ -34,12 +35,14 @@ from mori_mp.workers.engines import shm
 from mori_mp.workers.engines.base import Engine, EngineBroken, Ready, Transfer
 from mori_mp.workers.engines.bounce import BounceEngine
 from mori_mp.workers.engines.gpu_pool import BorrowedPool
+from mori_mp.workers.job_channel import JobChannel
 
 logger = logging.getLogger(__name__)
 
-_SPIN_POLLS = 64
+_SPIN_POLLS = 128  # some 0.1 ms
 _MAX_PAUSE_MS = 1
-_LINGER_MS = 200
+_LINGER_SECONDS = 0.2
+_MAX_ERROR = 4000  # characters; a backend may quote all that a receiver has sent
 _TRACE_FLUSH_MS = 1000
 _TRY_AGAIN_SECONDS = 1.0
 
@@ -64,16 +67,12 @@ class _Refused(NamedTuple):
 class TransferWorker:
     """The loop. `lifeline_fd` ends it: readable means that the control process (or the test) is gone."""
 
-    def __init__(
-        self, setup: WorkerSetup, pool: Pool, context: zmq.Context[zmq.Socket[bytes]], lifeline: int
-    ):
+    def __init__(self, setup: WorkerSetup, pool: Pool, lifeline: int) -> None:
         self._setup = setup
         self._pool = pool
         self._lifeline = lifeline
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, setup.identity.encode())
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.connect(setup.jobs_endpoint)
+        os.set_inheritable(setup.jobs_fd, False)
+        self._channel = JobChannel(socket.socket(fileno=setup.jobs_fd), messages.to_worker)
         self._borrowed: BorrowedPool | None = None
         self._peers: dict[int, Engine] = {}  # which engine writes to each
         self._refused_peers: dict[int, _Refused] = {}
@@ -84,9 +83,8 @@ class TransferWorker:
         self._tracer: Tracer | None = None
         if setup.trace_folder:
             name = f"worker {setup.identity}"
-            threaded = setup.jobs_endpoint.startswith("inproc:")
             folder = Path(setup.trace_folder)
-            self._tracer = Tracer(folder, "worker", name, epoch=setup.epoch, thread=threaded)
+            self._tracer = Tracer(folder, "worker", name, epoch=setup.epoch, thread=setup.threaded)
 
     def run(self) -> None:
         """Serve until told to stop or cut off."""
@@ -102,7 +100,7 @@ class TransferWorker:
             for engine in loaded:
                 engine.close()
             self._tell(messages.WorkerFailed(setup.index, str(exc)))
-            self._socket.close()
+            self._channel.close(_LINGER_SECONDS)
             os.close(self._prefaulted)
             return
         prefaulting: threading.Thread | None = None
@@ -116,7 +114,7 @@ class TransferWorker:
                     engine=name,
                     device=setup.device,
                     cpus=cpus,
-                    endpoint=setup.jobs_endpoint,
+                    endpoint="",
                     index=setup.index,
                 )
             )
@@ -130,7 +128,7 @@ class TransferWorker:
             self._under_way.clear()
             for engine in loaded:
                 engine.close()
-            self._socket.close()
+            self._channel.close(_LINGER_SECONDS)
             os.close(self._prefaulted)
             if self._tracer is not None:
                 self._tracer.close()
@@ -140,10 +138,11 @@ class TransferWorker:
 
         A third one, from the host pool to GPU memory, is added when it is wanted.
         """
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._lifeline, zmq.POLLIN)
-        poller.register(self._prefaulted, zmq.POLLIN)
+        jobs = self._channel.fileno()
+        poller = select.poll()
+        for fd in (jobs, self._lifeline, self._prefaulted):
+            poller.register(fd, select.POLLIN)
+        flushing = False
         idle_polls = 0
         asleep = None if self._tracer is None else _TRACE_FLUSH_MS
         while not self._stop or self._under_way:
@@ -152,28 +151,31 @@ class TransferWorker:
             events = poller.poll(timeout)
             if not events and self._tracer is not None and not self._under_way:
                 self._tracer.flush()
-            for source, _ in events:
-                if source is self._socket:
+            cut = False
+            for fd, _ in events:
+                if fd == jobs:
                     self._take(loaded)
-                elif source == self._prefaulted:
+                elif fd == self._prefaulted:
                     os.eventfd_read(self._prefaulted)
                     self._tell(PoolBacked(self._prefault_error))
                 else:
-                    logger.info("control process is gone; transfer worker %d ends", self._setup.index)
-                    self._stop = True
-                    self._under_way.clear()
+                    cut = True
             idle_polls = 0 if self._reap() else idle_polls + 1
+            if cut or self._channel.gone:
+                logger.info("control process is gone; transfer worker %d ends", self._setup.index)
+                self._stop = True
+                self._under_way.clear()
+            elif flushing or self._channel.backlog:
+                self._channel.flush()
+                flushing = self._channel.backlog > 0
+                poller.modify(jobs, select.POLLIN | select.POLLOUT if flushing else select.POLLIN)
 
     def _take(self, loaded: list[Engine]) -> None:
         """Take every message that has come."""
         while True:
-            try:
-                message = messages.to_worker.decode(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
+            message = self._channel.receive()
+            if message is None:
                 return
-            except msgspec.DecodeError:
-                logger.exception("undecodable message from the control process")
-                continue
             if isinstance(message, Job):
                 self._submit(loaded, message)
             elif isinstance(message, AddPeer):
@@ -278,7 +280,9 @@ class TransferWorker:
         return ended
 
     def _tell(self, message: messages.FromWorker) -> None:
-        self._socket.send(messages.encode(message))
+        if not isinstance(message, messages.WorkerReady) and len(message.error) > _MAX_ERROR:
+            message.error = f"{message.error[:_MAX_ERROR]} ..."
+        self._channel.send(message)
 
     def _prefault(self) -> None:
         """Back the pool with memory of this worker's NUMA node, a step at a time."""
@@ -298,6 +302,4 @@ def main(line: bytes) -> None:
     setup = msgspec.json.decode(line, type=WorkerSetup)
     childlog.install(setup.label, setup.log_level)
     pool = Pool.attach(setup.pool_fd, setup.pool_size)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    TransferWorker(setup, pool, context, LIFELINE_FD).run()
-    context.destroy(linger=_LINGER_MS)
+    TransferWorker(setup, pool, LIFELINE_FD).run()

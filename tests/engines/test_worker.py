@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import zmq
 from engine_host import pattern
 from engine_rig import MB, EngineHost, Rig
 from hipemu.control import Block
@@ -28,6 +28,7 @@ from mori_mp.shared.messages import (
     WorkerSetup,
 )
 from mori_mp.shared.pool import Pool
+from mori_mp.workers.job_channel import JobChannel
 from mori_mp.workers.spawn import Child, module_path, spawn
 
 _SENT, _OLD = pattern(1, MB), pattern(0, MB)
@@ -39,10 +40,8 @@ class Worker:
     """A transfer worker process, and the test as its control process."""
 
     def __init__(self, rig: Rig, folder: Path, gpu_pool: bytes) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        endpoint = f"ipc://{folder}/jobs-{next(_numbers)}"
-        self._router.bind(endpoint)
+        ours, theirs = messages.socketpair()
+        self.channel = JobChannel(ours, messages.from_worker)
         self._pool = Pool.create(4096, "worker-test")
         self.log = folder / f"log-{next(_numbers)}"
         setup = WorkerSetup(
@@ -57,31 +56,33 @@ class Worker:
             engine_options={"xgmi_num_streams": 8, "xgmi_num_events": 8},
             pool_fd=self._pool.fd,
             pool_size=self._pool.size,
-            jobs_endpoint=endpoint,
+            jobs_fd=theirs.fileno(),
+            threaded=False,
             prefault=False,
             device_engine=rig.engine,
             gpu_pool=gpu_pool,
         )
         interpreter = "" if rig.python == sys.executable else rig.python
-        with open(self.log, "wb") as log:
-            self.process: Child = spawn(
-                setup, pass_fds=[self._pool.fd], output_fd=log.fileno(), interpreter=interpreter
-            )
+        with open(self.log, "wb") as log, theirs:
+            fds = [self._pool.fd, theirs.fileno()]
+            self.process: Child = spawn(setup, pass_fds=fds, output_fd=log.fileno(), interpreter=interpreter)
 
     def send(self, message: messages.ToWorker) -> None:
-        self._router.send_multipart([b"0.1", messages.encode(message)])
+        self.channel.send(message)
+        assert self.channel.backlog == 0
 
     def receive(self) -> messages.FromWorker:
-        assert self._router.poll(_MILLISECONDS), self.log.read_text()
-        return messages.from_worker.decode(self._router.recv_multipart()[1])
-
-    def silent(self, milliseconds: int) -> bool:
-        return not self._router.poll(milliseconds)
+        poller = select.poll()
+        poller.register(self.channel.fileno(), select.POLLIN)
+        assert poller.poll(_MILLISECONDS), self.log.read_text()
+        message = self.channel.receive()
+        assert message is not None, self.log.read_text()
+        return message
 
     def close(self) -> None:
         self.process.kill()
         assert self.process.reap(10)
-        self._context.destroy(linger=0)
+        self.channel.close()
         self._pool.close()
 
 
@@ -228,14 +229,18 @@ def test_a_dead_receiver_fails_its_jobs_only(scene: Scene, start) -> None:
     assert other("peek", 0, MB) == _SENT
 
 
-def test_a_worker_without_its_control_process_ends(scene: Scene, block: Block) -> None:
+@pytest.mark.parametrize("lifeline", [True, False], ids=["lifeline", "channel"])
+def test_a_worker_without_its_control_process_ends(scene: Scene, block: Block, lifeline: bool) -> None:
     need_hold(scene)
     worker = scene.worker()
     block["hold"] = 1
     worker.send(Job(1, 1, [0], [0], [MB]))
     worker.send(Job(2, 1, [0], [0], [MB + 1]))
     assert worker.receive().write_id == 2
-    worker.process.cut_lifeline()
+    if lifeline:
+        worker.process.cut_lifeline()
+    else:
+        worker.channel.close()
     assert worker.process.reap(2.5)  # with a write under way that never ends
 
 
