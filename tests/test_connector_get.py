@@ -23,6 +23,8 @@ from connector_support import (
     worker_pids,
 )
 
+from mori_mp.shared import messages
+
 pytestmark = pytest.mark.xdist_group("connector_get")
 
 WAYS = {
@@ -339,6 +341,30 @@ def test_two_receivers_in_one_process(make_connector: Factory, way: dict[str, An
             pair.sender.cleanup(f"f{filler}")
         eventually(lambda: not (pair.sender.reap_consumed() or pair.sender.publisher.outstanding), "freed")
         assert_whole(pair.sender, pair.receiver, second.receiver)
+
+
+def test_a_receiver_of_whom_no_worker_can_be_told_fails_its_writes_only(
+    make_connector: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A description of its memory that is too long for the job channel ends neither loop nor queue."""
+    pair = make_connector.pair(worker_mode="thread", delivery="landing", eager_bytes=0)
+    encode = messages.encode
+
+    def swollen(message: Any) -> bytes:
+        introduces = isinstance(message, messages.AddPeer)
+        return encode(message) + bytes(messages.MAX_PACKET_BYTES if introduces else 0)
+
+    pair.put("k", pattern(5000))
+    with monkeypatch.context() as patch:
+        patch.setattr(messages, "encode", swollen)
+        deadline = time.monotonic() + 0.5
+        assert pair.receiver.get_with_deadline("0", "1", "k", deadline=deadline) is None
+        health = pair.sender.health()
+    assert health["sender"]["counters"]["failed_writes"] >= 1
+    faults = [fault["text"] for fault in health["faults"]["recent"] if fault["cause"] == "write_failed"]
+    assert "the payload is kept for a retry: AddPeer takes" in faults[0]
+    assert pair.wait_bytes("k") == pattern(5000)
+    pair.assert_whole()
 
 
 # ------------------------------------------------------------------------- abandon_get
