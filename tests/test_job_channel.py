@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -136,11 +137,33 @@ def test_what_waits_for_one_that_dies_is_given_up(pair: Pair) -> None:
     assert control.gone
 
 
-def test_what_waits_has_a_while_when_an_end_is_closed(pair: Pair) -> None:
+def fill(worker: JobChannel[ToWorker]) -> int:
+    """Have messages wait at the worker's end; returns how many it has sent in all."""
+    sent = 0
+    while worker.backlog < 1000:
+        worker.send(JobDone(sent, "", 1))
+        sent += 1
+    return sent
+
+
+def test_what_waits_when_an_end_is_closed_is_still_sent(pair: Pair) -> None:
     control, worker = pair
-    while worker.backlog < 10:
-        worker.send(JobDone(1, "", 0))
-    worker.close(0.05)  # nobody makes room
-    heard = len(all_of(control))
-    assert heard > 100
+    sent = fill(worker)
+    closing = threading.Thread(target=worker.close, args=(30.0,))
+    closing.start()
+    heard: list[FromWorker | ToWorker] = []
+    poller = select.poll()
+    poller.register(control.fileno(), select.POLLIN)
+    while not control.ended:
+        assert poller.poll(10_000)
+        heard += all_of(control)
+    closing.join()
+    assert heard == [JobDone(number, "", 1) for number in range(sent)]
+
+
+def test_nobody_holds_up_the_closing_of_an_end(pair: Pair) -> None:
+    control, worker = pair
+    sent = fill(worker)
+    worker.close(0.05)
+    assert len(all_of(control)) == sent - 1000
     assert control.ended

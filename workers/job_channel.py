@@ -93,7 +93,8 @@ class JobChannel(Generic[Heard]):
         deadline = time.monotonic() + linger
         poller = select.poll()
         poller.register(self._fd, select.POLLOUT)
-        while self._backlog and poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        while self._backlog and (left := deadline - time.monotonic()) > 0:
+            poller.poll(left * 1000)
             self.flush()
         self._socket.close()
 
