@@ -17,6 +17,7 @@ class Reactor:
     def __init__(self) -> None:
         self._handlers: dict[Any, Handler] = {}
         self._poller = zmq.Poller()
+        self._forgotten: set[Any] = set()
 
     def __contains__(self, source: Any) -> bool:
         return source in self._handlers
@@ -38,11 +39,14 @@ class Reactor:
         """Forget a source, if it is known. To be called before it is closed."""
         if self._handlers.pop(source, None) is not None:
             self._poller.unregister(source)
+            self._forgotten.add(source)
 
     def poll(self, deadline: float) -> None:
         """Wait for events until a time in monotonic seconds, and call the handlers of those that came."""
         timeout = max(0.0, deadline - time.monotonic())
+        self._forgotten.clear()
         for source, _ in self._poller.poll(int(timeout * 1000) + 1):
             handler = self._handlers.get(source)
-            if handler is not None:  # else an earlier one has closed it
+            # An earlier one may have closed it, and a new descriptor may have its number.
+            if handler is not None and source not in self._forgotten:
                 handler()
