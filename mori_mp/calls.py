@@ -3,37 +3,57 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from mori_mp.shared.errors import ConnectorClosed
+
+
+class _Call:
+    """Counts one call between enter and exit. A class, since a generator would cost more than the call."""
+
+    __slots__ = ("_calls", "_what")
+
+    def __init__(self, calls: Calls, what: str) -> None:
+        self._calls = calls
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._calls.begin(self._what)
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.end()
 
 
 class Calls:
     """The calls under way. Thread-safe; a call may make others."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._under_way = 0
         self._shut = False
         self._last: Callable[[], None] | None = None
 
-    @contextmanager
-    def counted(self, what: str) -> Iterator[None]:
-        """Count a call while it lasts. Raises ConnectorClosed after shut()."""
-        with self._changed:
+    def counted(self, what: str) -> _Call:
+        """Count a call while it lasts. Entering raises ConnectorClosed after shut()."""
+        return _Call(self, what)
+
+    def begin(self, what: str) -> None:
+        """Count a call, to be ended by end(). Raises ConnectorClosed after shut()."""
+        with self._lock:
             self.check_open(what)
             self._under_way += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._under_way -= 1
-                if not self._under_way:
-                    self._changed.notify_all()
-                    last, self._last = self._last, None
-                    if last is not None:
-                        last()
+
+    def end(self) -> None:
+        """End a call."""
+        with self._lock:
+            self._under_way -= 1
+            if self._under_way or not self._shut:
+                return
+            self._changed.notify_all()
+            last, self._last = self._last, None
+        if last is not None:
+            last()
 
     def check_open(self, what: str) -> None:
         """Raise ConnectorClosed after shut()."""
@@ -42,9 +62,7 @@ class Calls:
 
     def shut(self) -> bool:
         """Refuse calls from now on; False if they were refused already."""
-        if self._shut:
-            return False
-        with self._changed:
+        with self._lock:
             before, self._shut = self._shut, True
             return not before
 
@@ -53,8 +71,8 @@ class Calls:
 
         That is waited for, up to `wait` seconds; after that the last call to end acts.
         """
-        with self._changed:
-            if self._changed.wait_for(lambda: self._under_way == 0, wait):
-                action()
-            else:
+        with self._lock:
+            if not self._changed.wait_for(lambda: self._under_way == 0, wait):
                 self._last = action
+                return
+        action()

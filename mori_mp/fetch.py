@@ -59,8 +59,8 @@ class Fetcher:
         until = deadline
         if until is None:
             until = time.monotonic() + self._intake.transfer_seconds(filled.size)
-        if posts.is_short(filled.size):
-            posts.replenish()  # now, since the copy may still be under way
+        if posts.is_out(filled.size):  # else that waits until a get() has nothing to do
+            posts.replenish()
         try:
             arrived = posts.arrived(filled, until)
         except (WireError, TransferFailed) as exc:
@@ -86,8 +86,13 @@ class Fetcher:
         posts = link.posts_for(self._new_posts)
         if posts is not None:
             posts.expect(size)
-            if posts.is_short(size):
+            if posts.is_out(size):
                 posts.replenish()
+
+    def restock(self, link: Link) -> None:
+        """Do what is better done while there is nothing to deliver."""
+        if link.posts is not None and link.posts.depleted:
+            link.posts.replenish()
 
     def _new_posts(self, sender: LentDevice) -> PostedSlots:
         assert self._device is not None
@@ -172,7 +177,7 @@ class Fetcher:
         claim, copied = None, False
         try:
             claim = link.lent_pool().claim_device(
-                ready.offset, ready.size, generation, lambda: link.settle(consumed=generation)
+                ready.offset, ready.size, generation, lambda: link.settle_later(generation)
             )
             if claim is not None:
                 target = pool.address + slot.offset
@@ -190,9 +195,10 @@ class Fetcher:
         claim.end()
         if not ours:
             slot.give_back()
+            link.send_queued()
             return None
         self._expect(link, ready.size)
-        return self._finish(order, ready.fast_path, slot.landed(), "lease")
+        return self._finish(order, ready.fast_path, slot.landed(link.send_queued), "lease")
 
     def _pull(self, order: _Order, request: wire.Pull) -> wire.Done | None:
         link, ready, tracer = order.link, order.ready, self._meters.tracer

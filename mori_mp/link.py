@@ -38,6 +38,9 @@ AUDIT_SECONDS = 1.0
 EAGER_CREDIT_BYTES = 8 << 20
 _PATIENCE = 8  # audits without a sound from the sender, after which we ask less often
 _PATIENT_SECONDS = 30.0
+SPIN_SECONDS = 0.0003
+"""The answer to a pull is looked for so long before the thread sleeps: to be woken, and to get the GIL back
+beside a busy thread, takes longer than most transfers."""
 _WELCOME_SECONDS = 0.05  # how long a Welcome may take before Hello is said again
 
 
@@ -314,6 +317,9 @@ class Link:
             over = request.done is not None or request.lost or self.peer is Peer.V1
             return True if over else None
 
+        spin_until = min(deadline, time.monotonic() + SPIN_SECONDS)
+        while ended() is None and time.monotonic() < spin_until:
+            self._board.pump()
         while not self._board.wait(ended, min(deadline, time.monotonic() + AUDIT_SECONDS)):
             self.audit(time.monotonic())  # finds out about a control process that died with our request
             if time.monotonic() >= deadline or self._board.closed:

@@ -47,6 +47,8 @@ class PostedSlots:
         self._rooms: deque[int] = deque(maxlen=RECORDS)  # for the last payloads
         self._lock = threading.Lock()
         self._retired = False
+        self.depleted = False
+        """Whether payloads have come since the last replenish()."""
 
     # ----------------------------------------------------------------------------- get
     def has(self, key: str) -> bool:
@@ -76,7 +78,7 @@ class PostedSlots:
                 self._drop(filled)
                 return None
             self._claimed.add(filled.record)
-            self._rooms.append(room_for(filled.size))
+            self.expect(filled.size)
             return filled
 
     def arrived(self, filled: Filled, deadline: float) -> bool:
@@ -110,18 +112,21 @@ class PostedSlots:
 
     # ---------------------------------------------------------------------------- post
     def expect(self, size: int) -> None:
-        """Note that a payload of this size came another way."""
+        """Note that a payload of this size has come."""
         self._rooms.append(room_for(size))
+        self.depleted = True
 
-    def is_short(self, size: int) -> bool:
-        """Tell whether fewer than half of the slots are posted that payloads like this one should have."""
+    def is_out(self, size: int) -> bool:
+        """Tell whether no slot is posted for payloads like this one."""
         room, states = room_for(size), self._posts.states()
-        has = [states[record] for record, (_, has) in list(self._ours.items()) if has == room]
-        return 2 * has.count(POSTED) < self._rooms.count(room)
+        return not any(
+            has == room and states[record] == POSTED for record, (_, has) in list(self._ours.items())
+        )
 
     def replenish(self) -> None:
         """Post slots like those of the last payloads."""
         with self._lock:
+            self.depleted = False
             if self._retired:
                 return
             for record in list(self._ours):

@@ -33,6 +33,8 @@ from mori_mp.workers.hot import HotChannel
 
 logger = logging.getLogger(__name__)
 
+_COLLECT_PUTS = 8  # publications with whose memory we go on before we look what has been freed
+_REUSE_BYTES = 256 << 10  # host payloads of which we look before each one
 _LOOK_AGAIN_SECONDS = 0.02
 POOL_WAIT_SECONDS = 1.0
 """How long put() waits for receivers to free memory of a full pool before it fails."""
@@ -121,7 +123,8 @@ class Publisher:
         if len(key.encode()) > wire.MAX_KEY_BYTES:
             raise PayloadError(f"key {key[:80]!r}… is longer than {wire.MAX_KEY_BYTES} bytes")
         done = self._put(name, key, data, began_ns)
-        self.collect()  # not before: who waits for this payload does not wait for that
+        if len(self._live) >= _COLLECT_PUTS:  # not before: who waits for this payload would wait for that
+            self.collect()
         return done
 
     def _put(self, name: str, key: str, data: Any, began_ns: int) -> tuple[int, bool] | None:
@@ -130,7 +133,8 @@ class Publisher:
             if own is not None:
                 self._publish(name, key, own, True, began_ns)
                 return data.size, True
-        if isinstance(data, ManagedBuffer) or _is_managed(data):
+            data = data.tensor
+        elif not isinstance(data, torch.Tensor) and _is_managed(data):
             data = data.tensor
         if isinstance(data, torch.Tensor) and self._device is not None and self._device.holds(data):
             return self._put_on_device(name, key, data, began_ns)
@@ -254,21 +258,24 @@ class Publisher:
             self._device.slots.give_back_written(offset - self._slots.size, event)
 
     def _alloc(self, slots: Slots, size: int) -> int:
+        if size >= _REUSE_BYTES and slots is self._slots:
+            self.collect()  # what was used last may still be in the caches
         try:
             return slots.alloc(size)
         except PoolExhausted:
             if size > slots.size:
                 self.exhausted += 1
                 raise
+        self.collect()
         deadline = time.monotonic() + POOL_WAIT_SECONDS
         while True:
-            self._wait_freed(deadline)
             try:
                 return slots.alloc(size)
             except PoolExhausted:
                 if time.monotonic() >= deadline:
                     self.exhausted += 1
                     raise
+            self._wait_freed(deadline)
 
     def _wait_freed(self, deadline: float) -> None:
         """Wait for the control process to free memory; also look now and then for what no message tells:

@@ -235,6 +235,7 @@ class Receiver:
             ready = self._announced(link, wanted.key)
         if ready is not None:
             return ready
+        self._fetcher.restock(link)
         link.audit(time.monotonic())  # here too, or a caller with short deadlines would never ask again
         if deadline is None and not wanted.size:
             return None

@@ -130,17 +130,22 @@ def test_what_does_not_fit_is_not_posted(pair: Pair) -> None:
     pair.ours.slots.give_back(held)
 
 
-def test_it_is_short_below_half(pair: Pair) -> None:
-    pair.expect(100, 100, 100, 100)
-    assert not pair.posts.is_short(100)
+def test_it_is_out_when_every_slot_of_a_size_is_filled(pair: Pair) -> None:
+    pair.expect(100, 100, 5000)
+    assert not pair.posts.depleted
     for number in range(2):
+        assert not pair.posts.is_out(100)
         pair.push(f"k{number}", 1 + number, 100)
-    assert not pair.posts.is_short(100)
-    pair.push("k2", 3, 100)
-    assert pair.posts.is_short(100)
-    assert not pair.posts.is_short(5000)
+    assert pair.posts.is_out(100)
+    assert not pair.posts.is_out(5000)
+    assert pair.posts.is_out(50_000)
+    filled = pair.posts.claim("k0")
+    assert filled is not None
+    assert pair.posts.depleted
     pair.posts.replenish()
-    assert not pair.posts.is_short(100)
+    assert not pair.posts.is_out(100)
+    assert not pair.posts.depleted
+    pair.posts.drop(filled)
 
 
 def test_a_payload_goes_into_the_smallest_slot_that_fits(pair: Pair) -> None:

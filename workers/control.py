@@ -59,6 +59,7 @@ _TICK_SECONDS = 1.0
 _FREED_BATCH = 2000
 _DRAIN = 256  # messages taken from one socket before the others get their turn
 _LINGER_MS = 500
+_SPIN_SECONDS = 0.0002  # how long a worker's answer is looked for before this process sleeps
 _SWITCH_SECONDS = 0.0002  # how long a report that is being written down may keep the GIL from the loop
 _ORPHAN_PATIENCE_SECONDS = 0.5  # for workers whose stage is dead: everything is to be gone within 2 s
 
@@ -134,8 +135,7 @@ class ControlLoop:
                 return
             next_tick = time.monotonic() + _TICK_SECONDS
             while self._running:
-                due = min(next_tick, self._broker.next_deadline() or next_tick, self.observer.deadline())
-                self._reactor.poll(due)
+                self._reactor.poll(self._due(next_tick))
                 now = time.monotonic()
                 self._broker.unpark(now)
                 self.observer.tick(now)
@@ -162,6 +162,13 @@ class ControlLoop:
             self._front.close(_LINGER_MS)
             self._hot.close()
             self._admin.close()
+
+    def _due(self, next_tick: float) -> float:
+        """Return until when to sleep; not at all while a worker has just been given a job."""
+        waiting = self._broker.landings.dispatcher.under_way and not self._setup.threaded
+        if waiting and time.monotonic() < self._crew.dispatched_at + _SPIN_SECONDS:
+            return 0.0
+        return min(next_tick, self._broker.next_deadline() or next_tick, self.observer.deadline())
 
     def _open(self) -> None:
         setup, reactor = self._setup, self._reactor

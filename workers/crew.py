@@ -107,6 +107,7 @@ class Crew:
         self._launch = launcher
         self._members = [_Member(i) for i in range(setup.workers)]
         self.announced = False
+        self.dispatched_at = 0.0  # monotonic seconds
         self.given_up = 0
 
     def open(
@@ -172,6 +173,7 @@ class Crew:
                     self._send(member, introduction)
                     member.peers.add(job.peer)
                 self._send(member, job)
+                self.dispatched_at = now
             except WireError as exc:
                 impossible.append((job.write_id, str(exc)))
                 continue

@@ -43,9 +43,9 @@ class Reactor:
 
     def poll(self, deadline: float) -> None:
         """Wait for events until a time in monotonic seconds, and call the handlers of those that came."""
-        timeout = max(0.0, deadline - time.monotonic())
+        timeout = deadline - time.monotonic()
         self._forgotten.clear()
-        for source, _ in self._poller.poll(int(timeout * 1000) + 1):
+        for source, _ in self._poller.poll(int(timeout * 1000) + 1 if timeout > 0 else 0):
             handler = self._handlers.get(source)
             # An earlier one may have closed it, and a new descriptor may have its number.
             if handler is not None and source not in self._forgotten:

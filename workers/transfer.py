@@ -1,8 +1,8 @@
 """A transfer worker: takes jobs from its control process, has its engine move the bytes, tells the end.
 
 One thread, one job channel, one engine over the stage's host pool and, where it has a GPU pool, one over
-that. While transfers are under way it polls them, first back to back and then with growing pauses inside the
-wait for new jobs, because every completion call that blocks (Mori's Wait and WaitFor) costs more than it
+that. While transfers are under way it polls them, first back to back and then with pauses inside the wait for
+new jobs, because every completion call that blocks (Mori's Wait and WaitFor) costs more than it
 saves. With nothing under way it sleeps in poll().
 
     control --AddPeer, Job--> worker --engine.submit--> bytes at the peer --JobDone--> control
@@ -39,7 +39,7 @@ from mori_mp.workers.job_channel import JobChannel
 
 logger = logging.getLogger(__name__)
 
-_SPIN_POLLS = 128  # some 0.1 ms
+_SPIN_SECONDS = 0.004  # since a transfer has begun or ended; most have by then, also those of a GiB on NVLink
 _MAX_PAUSE_MS = 1
 _LINGER_SECONDS = 0.2
 _MAX_ERROR = 4000  # characters; a backend may quote all that a receiver has sent
@@ -143,10 +143,10 @@ class TransferWorker:
         for fd in (jobs, self._lifeline, self._prefaulted):
             poller.register(fd, select.POLLIN)
         flushing = False
-        idle_polls = 0
+        progress = time.monotonic()
         asleep = None if self._tracer is None else _TRACE_FLUSH_MS
         while not self._stop or self._under_way:
-            pause = 0 if idle_polls < _SPIN_POLLS else _MAX_PAUSE_MS
+            pause = 0 if time.monotonic() < progress + _SPIN_SECONDS else _MAX_PAUSE_MS
             timeout = pause if self._under_way else asleep
             events = poller.poll(timeout)
             if not events and self._tracer is not None and not self._under_way:
@@ -155,12 +155,14 @@ class TransferWorker:
             for fd, _ in events:
                 if fd == jobs:
                     self._take(loaded)
+                    progress = time.monotonic()
                 elif fd == self._prefaulted:
                     os.eventfd_read(self._prefaulted)
                     self._tell(PoolBacked(self._prefault_error))
                 else:
                     cut = True
-            idle_polls = 0 if self._reap() else idle_polls + 1
+            if self._reap():
+                progress = time.monotonic()
             if cut or self._channel.gone:
                 logger.info("control process is gone; transfer worker %d ends", self._setup.index)
                 self._stop = True
