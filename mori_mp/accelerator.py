@@ -6,9 +6,6 @@ stream is the runtime's handle, as an int; 0 is the default stream of the curren
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from mori_mp.shared.errors import EngineUnavailable
@@ -48,13 +45,17 @@ class Accelerator:
         """Return the calling thread's current stream of a GPU."""
         return int(torch.cuda.current_stream(number).cuda_stream)
 
-    @contextmanager
-    def reading(self, source: torch.Tensor, number: int) -> Iterator[None]:
-        """Enclose work enqueued on a GPU that reads a tensor, perhaps another GPU's, after what fills it."""
+    def begin_reading(self, source: torch.Tensor, number: int) -> bool:
+        """Order what is enqueued on a GPU from now on behind what fills a tensor.
+
+        True if that lies on another GPU: end_reading() must follow.
+        """
         if source.device.index == number:
-            yield
-            return
-        here, there = torch.cuda.current_stream(number), torch.cuda.current_stream(source.device)
-        here.wait_stream(there)
-        yield
-        there.wait_stream(here)  # its memory may be handed out again on its own stream
+            return False
+        torch.cuda.current_stream(number).wait_stream(torch.cuda.current_stream(source.device))
+        return True
+
+    def end_reading(self, source: torch.Tensor, number: int) -> None:
+        """Order what is enqueued on a tensor's own GPU from now on behind what has been on another."""
+        # Its memory may be handed out again on its own stream.
+        torch.cuda.current_stream(source.device).wait_stream(torch.cuda.current_stream(number))

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -43,27 +43,8 @@ logger = logging.getLogger(__name__)
 EVENTS = 64
 """Puts whose copies may be under way at once without a wait for the oldest."""
 
-_PIPELINE_BYTES = 32 << 20
-"""From here on a push begins when a quarter of the copy into the pool is done, not the whole."""
-
 _never_freed: list[tuple[torch.Tensor, Passive | None, LentPool | None]] = []
 """Memory of closed pools that others may still use, with its registration and events."""
-
-
-class Copied(NamedTuple):
-    """What put() has enqueued for a slot, as numbers of events of the pool.
-
-    event: behind the copy into the slot; ended: behind the last read of it too, if it is pushed on to a
-    posted slot, else the same.
-    """
-
-    event: int
-    ended: int
-
-    @property
-    def pushed(self) -> bool:
-        """Tell whether the payload is pushed on."""
-        return self.ended != self.event
 
 
 class DevicePool:
@@ -99,7 +80,7 @@ class DevicePool:
         self.slots = DeviceSlots(self)
         self._lent: LentPool | None = None
         self._passive: Passive | None = None
-        self._push_stream: tuple[int, int] | None = None
+        self._push_stream = 0
         self._next_event = 0
         self._lock = threading.Lock()
 
@@ -125,65 +106,50 @@ class DevicePool:
         return self._accelerator.holds(tensor)
 
     # ---------------------------------------------------------------------------- sending
-    def copy_in(self, offset: int, tensor: torch.Tensor, target: int = 0) -> Copied:
-        """Enqueue the copy of a dense GPU tensor to a slot, and on to an address of a peer's pool, if given.
+    def copy_in(self, offset: int, tensor: torch.Tensor) -> int:
+        """Enqueue the copy of a dense GPU tensor to a slot; returns the number of the event behind it.
 
-        It runs on the caller's current stream of the pool's GPU, after what fills the tensor on its own. With
-        no free event for it nothing is pushed on. Raises GpuError.
+        It runs on the caller's current stream of the pool's GPU, after what fills the tensor on its own.
+        Raises GpuError.
         """
-        runtime, source, size = self._runtime, tensor.data_ptr(), tensor.nbytes
-        slot = self.address + offset
-        with self._lock, runtime.current(self.number):
-            event = self._free_event()
-            ended = self._happened_event(but=event) if target else None
+        with self._lock, self._runtime.current(self.number):
             stream = self._accelerator.stream(self.number)
-            with self._accelerator.reading(tensor, self.number):
-                first = 0
-                if ended is not None and size >= _PIPELINE_BYTES:
-                    first = size // 4
-                    runtime.memcpy_async(slot, source, first, stream)
-                    self._push(self._midway(stream), slot, first, target)
-                runtime.memcpy_async(slot + first, source + first, size - first, stream)
-            return self._copied(event, ended, stream, slot + first, size - first, target + first)
+            foreign = self._accelerator.begin_reading(tensor, self.number)
+            self._runtime.memcpy_async(self.address + offset, tensor.data_ptr(), tensor.nbytes, stream)
+            if foreign:
+                self._accelerator.end_reading(tensor, self.number)
+            event = self._free_event()  # while the copy is under way
+            self._record(event, stream)
+            return event
 
-    def mark(self, offset: int, size: int, target: int = 0) -> Copied:
-        """Order a slot that is published as it is behind the caller's current stream; as copy_in()."""
+    def mark(self) -> int:
+        """Return an event behind what is now enqueued on the caller's current stream of the pool's GPU."""
         with self._lock, self._runtime.current(self.number):
             event = self._free_event()
-            ended = self._happened_event(but=event) if target else None
-            stream = self._accelerator.stream(self.number)
-            return self._copied(event, ended, stream, self.address + offset, size, target)
+            self._record(event, self._accelerator.stream(self.number))
+            return event
 
-    def _copied(
-        self, event: int, ended: int | None, stream: int, slot: int, size: int, target: int
-    ) -> Copied:
-        """Record an event, and push on bytes of a slot behind it if there is another event for that."""
+    def push(self, offset: int, size: int, event: int, target: int) -> int | None:
+        """Enqueue the copy of a slot, behind an event, to an address of a peer's pool.
+
+        It runs on a stream of the pool's own. Returns the event behind it; None, with nothing enqueued, if
+        there is no free event. Raises GpuError.
+        """
+        with self._lock, self._runtime.current(self.number):
+            ended = self._happened_event(but=event)
+            if ended is None or self._lent is None:
+                return None
+            if not self._push_stream:
+                self._push_stream = self._runtime.stream_create()
+            stream = self._push_stream
+            self._runtime.stream_wait_event(stream, self._lent.events[event].handle)
+            self._runtime.memcpy_async(target, self.address + offset, size, stream)
+            self._record(ended, stream)
+            return ended
+
+    def _record(self, event: int, stream: int) -> None:
         assert self._lent is not None
-        events = self._lent.events
-        self._runtime.event_record(events[event].handle, stream)
-        if ended is None:
-            return Copied(event, event)
-        self._runtime.event_record(events[ended].handle, self._push(events[event].handle, slot, size, target))
-        return Copied(event, ended)
-
-    def _push(self, after: int, slot: int, size: int, target: int) -> int:
-        """Enqueue the copy of bytes of a slot to a peer's, behind an event; returns the stream."""
-        stream, _ = self._pusher()
-        self._runtime.stream_wait_event(stream, after)
-        self._runtime.memcpy_async(target, slot, size, stream)
-        return stream
-
-    def _midway(self, stream: int) -> int:
-        """Record an event that no other process knows; it is recorded again as soon as it is waited for."""
-        _, event = self._pusher()
-        self._runtime.event_record(event, stream)
-        return event
-
-    def _pusher(self) -> tuple[int, int]:
-        """Return the stream that pushes, and that event."""
-        if self._push_stream is None:
-            self._push_stream = self._runtime.stream_create(), self._runtime.event_create()
-        return self._push_stream
+        self._runtime.event_record(self._lent.events[event].handle, stream)
 
     def _free_event(self) -> int:
         """Return the number of an event whose last record has happened; the next in turn, as a rule.
@@ -265,11 +231,9 @@ class DevicePool:
                         self._passive.close()
                     if self._lent is not None:
                         self._lent.close()
-                    if self._push_stream is not None:
-                        self._runtime.stream_destroy(self._push_stream[0])
-                        self._runtime.event_destroy(self._push_stream[1])
-            self._push_stream = None
-            self._passive = self._lent = None
+                    if self._push_stream:
+                        self._runtime.stream_destroy(self._push_stream)
+            self._passive, self._lent, self._push_stream = None, None, 0
             del self.tensor
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from mori_mp import codec
 from mori_mp.device_pool import DevicePool
 from mori_mp.intake import Intake, Late, standalone
 from mori_mp.landing import Delivery
-from mori_mp.lent_device import LentDevice
+from mori_mp.lent_device import LentDevice, StillCopying
 from mori_mp.link import Link
 from mori_mp.managed import ManagedBuffer
 from mori_mp.meters import StageMeters
@@ -174,7 +176,7 @@ class Fetcher:
         slot = self._intake.slot(ready.key, ready.size, order.deadline, device=True)
         if slot is None:
             return None
-        claim, copied = None, False
+        claim, copied, late = None, False, None
         try:
             claim = link.lent_pool().claim_device(
                 ready.offset, ready.size, generation, lambda: link.settle_later(generation)
@@ -182,10 +184,14 @@ class Fetcher:
             if claim is not None:
                 target = pool.address + slot.offset
                 copied = lent.copy(ready.offset, ready.size, target, ready.event, order.until)
+        except StillCopying as exc:
+            late = exc.over
         except (EngineUnavailable, WireError, TransferFailed) as exc:
             self._intake.fault("get_failed", f"an offer cannot be read: {exc}", ready.key, link)
         finally:
-            if not copied:
+            if late is not None and claim is not None:
+                pool.slots.give_back_when(partial(_end_late, late, claim.drop), slot.offset)
+            elif not copied:
                 slot.give_back()
                 if claim is not None:
                     claim.drop()
@@ -376,6 +382,14 @@ class GpuTensors:
         if not isinstance(found[0], ManagedBuffer) or found[1] != nbytes:
             raise CorruptPayload(f"its GPU tensor {key!r} is something else")
         return self._fetcher.to_place(found[0])
+
+
+def _end_late(over: Callable[[], bool], drop: Callable[[], None]) -> bool:
+    """Tell whether a late copy is over, and let go of its source then."""
+    if not over():
+        return False
+    drop()
+    return True
 
 
 class _Order(NamedTuple):

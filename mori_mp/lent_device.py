@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from mori_mp.shared.errors import EngineUnavailable, TransferFailed, WireError
 from mori_mp.shared.pool import host_id
@@ -28,6 +29,14 @@ logger = logging.getLogger(__name__)
 
 KEEP_GIL_SECONDS = 0.001
 _PAUSE_SECONDS = 0.0002
+
+
+class StillCopying(TransferFailed):
+    """A copy is not over by its deadline. over() tells when it is: until then both its ends are in use."""
+
+    def __init__(self, size: int, over: Callable[[], bool]) -> None:
+        super().__init__(f"a GPU copy of {size} bytes from the sender's pool is not over in time")
+        self.over = over
 
 
 class LentDevice:
@@ -151,7 +160,8 @@ class LentDevice:
         """Copy a payload, behind an event of the pool (-1: none), to an address of our GPU, and wait for it.
 
         False if the event has not happened by deadline (monotonic seconds), or the pool is gone; what has
-        been copied then means nothing. Raises WireError, TransferFailed.
+        been copied then means nothing. Raises WireError, TransferFailed, and StillCopying if it is not over
+        by then.
         """
         events = self._known_events()
         if self._own is not None and not events:
@@ -162,16 +172,21 @@ class LentDevice:
             )
         if not self._begin():
             return False
+        late = False
         try:
             with self._runtime.current(self._device):
                 if event >= 0 and not self._await(events[event], deadline):
                     return False
-                self._copy(offset, size, target)
+                self._copy(offset, size, target, deadline)
             return not self._sender.gone()  # a mapping outlives its owner, the bytes in it need not
+        except StillCopying:
+            late = True
+            raise
         except GpuError as exc:
             raise TransferFailed(f"GPU copy from the sender's pool: {exc}") from exc
         finally:
-            self._end()
+            if not late:
+                self._end()
 
     def _begin(self) -> bool:
         with self._lock:
@@ -186,7 +201,7 @@ class LentDevice:
                 self._unmap()
 
     def _await(self, event: int, deadline: float) -> bool:
-        """Wait for the sender's copy into its pool; there is no wait for an event with an end to it."""
+        """Wait for an event; the runtime has no such wait with an end to it."""
         keep_until = time.monotonic() + KEEP_GIL_SECONDS
         while not self._runtime.event_query(event):
             now = time.monotonic()
@@ -196,7 +211,7 @@ class LentDevice:
                 time.sleep(_PAUSE_SECONDS)
         return True
 
-    def _copy(self, offset: int, size: int, target: int) -> None:
+    def _copy(self, offset: int, size: int, target: int, deadline: float) -> None:
         runtime = self._runtime
         try:
             stream, done = self._idle.popleft()
@@ -205,16 +220,32 @@ class LentDevice:
         try:
             runtime.memcpy_async(target, self.address + offset, size, stream)
             runtime.event_record(done, stream)
-            keep_until = time.monotonic() + KEEP_GIL_SECONDS
-            while not runtime.event_query(done):
-                if time.monotonic() >= keep_until:
-                    self._waiting.event_synchronize(done)
+            ended = self._await(done, deadline)
         except GpuError:
             with suppress(GpuError):  # a lost context runs no copies any more
                 self._waiting.stream_synchronize(stream)
-            raise
-        finally:
             self._idle.append((stream, done))
+            raise
+        if not ended:
+            raise StillCopying(size, partial(self._has_ended, stream, done))
+        self._idle.append((stream, done))
+
+    def _has_ended(self, stream: int, done: int) -> bool:
+        """Tell whether a copy that nobody waits for has ended; not to be asked again after that."""
+        try:
+            with self._runtime.current(self._device):
+                if not self._runtime.event_query(done):
+                    return False
+        except GpuError as exc:  # it has failed and runs no more
+            logger.error("a GPU copy from a sender's pool has failed: %s", exc)
+        self._idle.append((stream, done))
+        self._end()
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether a copy from or into this pool may still be under way."""
+        return self._users > 0
 
     def retire(self) -> None:
         """No new copies; unmap when the last one has ended. Idempotent."""

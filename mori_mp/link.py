@@ -103,6 +103,7 @@ class Link:
         self.posts: PostedSlots | None = None  # what it may push into
         self._former_posts: deque[PostedSlots] = deque()  # those of former senders, still to be retired
         self._retired_posts: list[PostedSlots] = []
+        self._retired_devices: list[LentDevice] = []
         self._lane: Line | None = None
         self._lane_of: tuple[str, int] | None = None  # who offered the lane that was tried last
         self._closed = False
@@ -431,10 +432,11 @@ class Link:
                 self._retired_posts.append(posts)
 
     @property
-    def late_pushes(self) -> bool:
-        """Tell whether a sender's push may still come, once the link is closed."""
+    def late_copies(self) -> bool:
+        """Tell whether a GPU copy into our pool may still be under way, once the link is closed."""
         self._retired_posts = [posts for posts in self._retired_posts if not posts.is_over]
-        return bool(self._retired_posts)
+        self._retired_devices = [device for device in self._retired_devices if device.busy]
+        return bool(self._retired_posts or self._retired_devices)
 
     def _retire_pool(self) -> None:
         lent, self._lent = self._lent, None
@@ -445,6 +447,7 @@ class Link:
         device, self._device = self._device, None
         if device is not None and device[1] is not None:
             device[1].retire()
+            self._retired_devices.append(device[1])
 
     def close(self) -> None:
         """Let go of the lent pool; the switchboard closes the sockets."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mori_mp import codec
-from mori_mp.device_pool import Copied, DevicePool
+from mori_mp.device_pool import DevicePool
 from mori_mp.managed import ManagedBuffer
 from mori_mp.push import Push, Pusher
 from mori_mp.shared import wire
@@ -53,12 +53,20 @@ class _Publication(NamedTuple):
 
 
 class _InPlace(NamedTuple):
-    """A payload in its slot of a pool, before it is published. offset is the published one."""
+    """A payload in its slot of a pool, before it is published.
+
+    offset: the published one; event: the GPU pool's behind the copy into the slot, -1 for none.
+    """
 
     offset: int
     size: int
-    copied: Copied = Copied(-1, -1)
+    event: int = -1
     push: Push | None = None
+
+    @property
+    def ended(self) -> int:
+        """Return the event behind all that is enqueued on the slot, -1 for none."""
+        return self.push.ended if self.push is not None else self.event
 
 
 class Publisher:
@@ -166,7 +174,7 @@ class Publisher:
                 copied.append((part, self._copy_to_device(self._device, part, tensor)))
         except BaseException:
             for part, place in copied:
-                self._give_back(place.offset, place.copied.ended)
+                self._give_back(place.offset, place.ended)
                 self._fill(place, part, next(self._generations))  # of what is not live
             self._slots.give_back(offset)
             raise
@@ -209,18 +217,17 @@ class Publisher:
         tensor = codec.dense(tensor)
         size = tensor.nbytes
         offset = self._alloc(pool.slots, size)
-        push = self._begin_push(key, size)
         try:
-            copied = pool.copy_in(offset, tensor, push.address if push is not None else 0)
+            event = pool.copy_in(offset, tensor)
+            return _InPlace(self._slots.size + offset, size, event, self._push(key, offset, size, event))
         except BaseException:
             pool.slots.give_back_read(offset)  # the copy may have been enqueued
-            if push is not None and self._pusher is not None:
-                self._pusher.fail(push)
             raise
-        return _InPlace(self._slots.size + offset, size, copied, push)
 
-    def _begin_push(self, key: str, size: int) -> Push | None:
-        return self._pusher.begin(wire.edge_of(key), size) if self._pusher is not None else None
+    def _push(self, key: str, offset: int, size: int, event: int) -> Push | None:
+        if self._pusher is None:
+            return None
+        return self._pusher.push(wire.edge_of(key), offset, size, event)
 
     def _own_slot(self, key: str, data: ManagedBuffer) -> _InPlace | None:
         """Take a share of the slot of one of our own buffers, to publish it as it is."""
@@ -239,16 +246,13 @@ class Publisher:
             self._offsets.add(offset)
         if not on_device or pool is None:
             return _InPlace(offset, data.size)
-        push = self._begin_push(key, data.size)
         try:
-            copied = pool.mark(data.offset, data.size, push.address if push is not None else 0)
+            event = pool.mark()
+            return _InPlace(offset, data.size, event, self._push(key, data.offset, data.size, event))
         except BaseException:
             self._offsets.discard(offset)
-            slots.give_back(data.offset)
-            if push is not None and self._pusher is not None:
-                self._pusher.fail(push)
+            pool.slots.give_back_read(data.offset)
             raise
-        return _InPlace(offset, data.size, copied, push)
 
     def _give_back(self, offset: int, event: int) -> None:
         """Remove an owner of a published slot; a copy into the GPU pool may still be on its way."""
@@ -300,11 +304,11 @@ class Publisher:
             False,
             began_us,
             now_us - began_us,
-            place.copied.event,
-            place.copied.pushed,
+            place.event,
+            place.push is not None,
         )
         with self._lock:
-            self._live[generation] = _Publication(message, name, whole or key, place.copied.ended)
+            self._live[generation] = _Publication(message, name, whole or key, place.ended)
             self._offsets.add(place.offset)
             self._by_name.setdefault(name, set()).add(generation)
         self._hot.send(message)
@@ -317,7 +321,7 @@ class Publisher:
         """Tell the receiver of a payload that is pushed, unless it is no more by now."""
         if place.push is None or self._pusher is None:
             return
-        self._pusher.fill(place.push, key, generation, place.size, place.copied)
+        self._pusher.fill(place.push, key, generation)
         if generation not in self._live:
             self._pusher.withdraw([generation])
 

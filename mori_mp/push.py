@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from mori_mp.device_pool import Copied, DevicePool
+from mori_mp.device_pool import DevicePool
 from mori_mp.lent_device import LentDevice
 from mori_mp.shared.errors import MoriMPError
 from mori_mp.shared.pool import BLOCK
@@ -38,7 +38,7 @@ class _Target:
             self.posts.close()
             raise
         self.filled: dict[int, int] = {}  # by record, the generation in it
-        self.filling = 0  # puts that are between begin() and its end
+        self.filling = 0  # puts that have begun to fill a record
         self.ended = -1  # the event behind the last copy
 
     def fitting(self, size: int) -> int | None:
@@ -60,11 +60,12 @@ class _Target:
 
 
 class Push(NamedTuple):
-    """A posted slot that is being filled; address is where it lies in this process's address space."""
+    """A payload of so many bytes on its way into a posted slot; ended: the event behind that copy."""
 
     target: _Target
     record: int
-    address: int
+    size: int
+    ended: int
 
 
 class Pusher:
@@ -116,43 +117,52 @@ class Pusher:
         return not target.filling and (target.ended < 0 or self._pool.has_happened(target.ended))
 
     # ----------------------------------------------------------------------------- put
-    def begin(self, edge: str, size: int) -> Push | None:
-        """Take a posted slot for a payload; to be ended by fill() or cancel()."""
+    def push(self, edge: str, offset: int, size: int, event: int) -> Push | None:
+        """Enqueue the copy of a slot of our pool, behind an event, into a posted slot, to be ended by fill().
+
+        None if the receiver on this edge has posted none that fits. Raises GpuError.
+        """
         target = self._targets.get(edge)
-        if target is None:
+        record = self._begin(edge, target, size) if target is not None else None
+        if target is None or record is None:
             return None
+        ended, address = None, target.address(record, size)
+        try:
+            if address is not None:
+                ended = self._pool.push(offset, size, event, address)
+        except BaseException:  # what of it is enqueued is not known, so that slot is not used any more
+            self._end(target, record, target.posts.unlock)
+            raise
+        if ended is None:
+            self._end(target, record, target.posts.cancel)
+            return None
+        return Push(target, record, size, ended)
+
+    def _begin(self, edge: str, target: _Target, size: int) -> int | None:
         with self._lock:
             if self._closed or target.memory.gone or self._targets.get(edge) is not target:
                 return None
             record = target.fitting(size)
             if record is None or not target.posts.begin(record):
                 return None
-            address = target.address(record, size)
-            if address is None:
-                target.posts.cancel(record)
-                return None
             target.filling += 1
-            return Push(target, record, address)
+            return record
 
-    def fill(self, push: Push, key: str, generation: int, size: int, copied: Copied) -> None:
-        """Tell the receiver what has been enqueued, if it has."""
+    def _end(self, target: _Target, record: int, how: Callable[[int], None]) -> None:
         with self._lock:
-            target, record, _ = push
             target.filling -= 1
-            if not copied.pushed:
-                target.posts.cancel(record)
-                return
+            how(record)
+
+    def fill(self, push: Push, key: str, generation: int) -> None:
+        """Tell the receiver which payload it is that is being copied."""
+        with self._lock:
+            target, record, size, ended = push
+            target.filling -= 1
             self._records.pop(target.filled.get(record, 0), None)
             target.filled[record] = generation
-            target.ended = copied.ended
+            target.ended = ended
             self._records[generation] = target, record
-            target.posts.fill(record, key.encode(), generation, size, copied.ended)
-
-    def fail(self, push: Push) -> None:
-        """Enqueuing has failed: what was enqueued of it is not known, so the slot is not used any more."""
-        with self._lock:
-            push.target.filling -= 1
-            push.target.posts.unlock(push.record)
+            target.posts.fill(record, key.encode(), generation, size, ended)
 
     def withdraw(self, generations: Iterable[int]) -> None:
         """Have receivers read these payloads no more: they are withdrawn, replaced, or delivered."""

@@ -88,7 +88,9 @@ class Receiver:
     @property
     def late_device_writes(self) -> bool:
         """Tell whether a write into the GPU pool may still come."""
-        late = [link.late_pushes for link in list(self._links.values())]
+        if self._intake.device is not None:
+            self._intake.device.slots.collect()  # which asks for the end of copies
+        late = [link.late_copies for link in list(self._links.values())]
         return any(late) or self._intake.late_device_writes
 
     # ---------------------------------------------------------------------------- links

@@ -29,9 +29,10 @@ def read_wanted(
     metadata: as get() takes it. sender: host and port to ask where it names none.
     Raises SenderUnknown.
     """
-    if isinstance(metadata, Mapping) and isinstance(metadata.get(key), Mapping):
-        metadata = metadata[key]
-    found: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
+    found: Mapping[str, Any] = metadata if isinstance(metadata, (dict, Mapping)) else {}
+    nested = found.get(key)
+    if nested is not None and isinstance(nested, Mapping):
+        found = nested
     host, port = found.get("source_host"), found.get("source_port")
     if not port:
         host, port = sender

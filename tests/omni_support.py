@@ -22,6 +22,8 @@ IMPORT_SECONDS = 240.0
 STAGE_SECONDS = 60.0
 OURS = "MoriTransferEngineConnector"
 OWN = "MoriMPConnector"
+STRIDE = 1024
+"""How far apart the ports of two replicas are."""
 # The in-tree class in a stage without Mori and a GPU: Mori's package, and what stands in for pinned memory.
 FACADE = {"path": str(Path(__file__).with_name("mori_facade")), "pin": "mori.pinned:pin_memory"}
 

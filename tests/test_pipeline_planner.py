@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mori_mp.deploy import Deploy, load_deploy
+from mori_mp.pipeline import free_ports
 from mori_mp.pipeline.free_ports import BLOCK, PortBlock
 from mori_mp.pipeline.job import default_timeout_s, with_overrides
 from mori_mp.pipeline.plan import ChunkShape
@@ -153,3 +154,12 @@ def test_with_overrides_adds_to_what_is_set() -> None:
 def test_two_runs_never_share_a_port_block() -> None:
     with PortBlock() as first, PortBlock() as second:
         assert abs(first.base - second.base) >= BLOCK
+
+
+def test_all_within_reach_of_a_port_block_lies_below_the_ephemeral_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(free_ports, "_ephemeral_start", lambda: 22_100)
+    for _ in range(20):
+        with PortBlock(reach=2048) as block:
+            assert block.base + 2048 <= 22_100

@@ -10,11 +10,12 @@ import pytest
 
 from mori_mp import posted as module
 from mori_mp import push
-from mori_mp.device_pool import Copied, DeviceSlots
+from mori_mp.device_pool import DeviceSlots
 from mori_mp.posted import PostedSlots, room_for
 from mori_mp.push import Push, Pusher
 from mori_mp.shared.pool import BLOCK, host_id
 from mori_mp.workers.engines.gpu_pool import GpuPoolDescriptor
+from mori_mp.workers.engines.gpu_runtime import GpuError
 
 POOL = 64 * BLOCK
 EDGE = "0_1"
@@ -26,6 +27,9 @@ class FakePool:
     def __init__(self) -> None:
         self.size = POOL
         self.pending: set[int] = set()
+        self.targets: list[int] = []
+        self.event: int | None = 1  # behind the next push
+        self.broken = False
         self.slots = DeviceSlots(self)  # type: ignore[arg-type]
 
     def lend(self) -> bytes:
@@ -33,6 +37,12 @@ class FakePool:
 
     def has_happened(self, event: int) -> bool:
         return event not in self.pending
+
+    def push(self, offset: int, size: int, event: int, target: int) -> int | None:
+        self.targets.append(target)
+        if self.broken:
+            raise GpuError("cudaMemcpyAsync", 700, "an illegal memory access was encountered")
+        return self.event
 
     def borrow(self, packed: bytes) -> FakeLent:
         return FakeLent(self)
@@ -74,10 +84,13 @@ class Pair:
             self.posts.expect(size)
         self.posts.replenish()
 
-    def push(self, key: str, generation: int, size: int, event: int = 1) -> Push | None:
-        push = self.pusher.begin(EDGE, size)
+    def begin(self, size: int) -> Push | None:
+        return self.pusher.push(EDGE, 0, size, 0)
+
+    def push(self, key: str, generation: int, size: int) -> Push | None:
+        push = self.begin(size)
         if push is not None:
-            self.pusher.fill(push, key, generation, size, Copied(0, event))
+            self.pusher.fill(push, key, generation)
         return push
 
     def used(self) -> int:
@@ -267,16 +280,14 @@ def test_a_slot_is_free_when_the_sender_is_done_with_it(pair: Pair, end: str) ->
 
 
 def test_a_slot_that_is_just_being_filled_at_the_end_is_waited_for(pair: Pair) -> None:
-    pair.expect(100, 100)
-    first, second = pair.pusher.begin(EDGE, 90), pair.pusher.begin(EDGE, 90)
+    pair.expect(100)
+    first = pair.begin(90)
     assert first is not None
-    assert second is not None
     pair.posts.retire()
     assert not pair.posts.is_over
-    assert pair.used() == 2 * BLOCK
+    assert pair.used() == BLOCK
     pair.theirs.pending.add(1)
-    pair.pusher.fill(first, "k", 1, 90, Copied(0, 1))
-    pair.pusher.fill(second, "l", 2, 90, Copied(0, 0))  # nothing was pushed after all
+    pair.pusher.fill(first, "k", 1)
     assert pair.used() == BLOCK
     assert pair.posts.claim("k") is None
     pair.theirs.pending.clear()
@@ -284,11 +295,19 @@ def test_a_slot_that_is_just_being_filled_at_the_end_is_waited_for(pair: Pair) -
     assert pair.used() == 0
 
 
+def test_without_a_free_event_nothing_is_pushed(pair: Pair) -> None:
+    pair.expect(100)
+    pair.theirs.event = None
+    assert pair.push("k", 1, 90) is None
+    pair.theirs.event = 2
+    assert pair.push("k", 1, 90) is not None
+
+
 def test_a_sender_that_lies_about_the_size_is_not_believed(pair: Pair) -> None:
     pair.expect(100)
-    push = pair.pusher.begin(EDGE, 90)
+    push = pair.begin(90)
     assert push is not None
-    pair.pusher.fill(push, "k", 1, POOL, Copied(0, 1))
+    pair.pusher.fill(push._replace(size=POOL), "k", 1)
     assert pair.posts.claim("k") is None
     assert pair.used() == 0
 
@@ -297,22 +316,21 @@ def test_a_receiver_that_lies_about_the_offset_is_not_believed(pair: Pair) -> No
     pair.expect(100)
     for offset in (POOL, POOL - BLOCK + 1, -BLOCK):
         pair.posts._posts._offsets[RECORD] = offset
-        assert pair.pusher.begin(EDGE, BLOCK) is None
+        assert pair.begin(BLOCK) is None
+    assert pair.theirs.targets == []
     pair.posts._posts._offsets[RECORD] = POOL - BLOCK
-    push = pair.pusher.begin(EDGE, BLOCK)
-    assert push is not None
-    assert push.address == FakeLent.address + POOL - BLOCK
-    pair.pusher.fill(push, "k", 1, 90, Copied(0, 0))
+    assert pair.push("k", 1, BLOCK) is not None
+    assert pair.theirs.targets == [FakeLent.address + POOL - BLOCK]
 
 
 def test_a_failed_push_leaves_its_slot_to_the_end_of_the_process(pair: Pair) -> None:
     pair.expect(100)
-    push = pair.pusher.begin(EDGE, 90)
-    assert push is not None
-    pair.pusher.fail(push)
+    pair.theirs.broken = True
+    with pytest.raises(GpuError):
+        pair.begin(90)
     pair.posts.reclaim()
     assert pair.posted() == BLOCK
-    assert pair.pusher.begin(EDGE, 90) is None
+    assert pair.begin(90) is None
     pair.sender.gone = True
     pair.posts.retire()
     assert pair.used() == 0
@@ -327,7 +345,7 @@ def test_a_receiver_that_no_edge_leads_to_is_let_go_of_after_the_last_copy(pair:
     pair.pusher.set_target(EDGE, b"")
     assert pair.pusher._targets["0_2"] is target  # mapped once
     pair.pusher.set_target("0_2", b"")
-    assert pair.pusher.begin(EDGE, 90) is None
+    assert pair.begin(90) is None
     assert not target.memory.retired  # type: ignore[attr-defined]
     pair.theirs.pending.clear()
     pair.pusher.set_target("0_3", b"")
@@ -339,17 +357,18 @@ def test_what_cannot_be_mapped_is_told_and_not_pushed_to(
 ) -> None:
     pair.pusher.set_target("0_9", b"junk")
     assert "not pushed" in caplog.text
-    assert pair.pusher.begin("0_9", 90) is None
+    assert pair.pusher.push("0_9", 0, 90, 0) is None
 
 
 @pytest.mark.parametrize("over", [True, False])
 def test_a_sender_that_closes_withdraws_what_it_pushed(pair: Pair, over: bool) -> None:
     pair.expect(100)
-    pair.push("k", 1, 90, event=3)
+    pair.theirs.event = 3
+    pair.push("k", 1, 90)
     if not over:
         pair.theirs.pending.add(3)
     pair.pusher.close()
-    assert pair.pusher.begin(EDGE, 90) is None
+    assert pair.begin(90) is None
     assert not pair.posts.has("k")
     filled = pair.posts._posts.filled(RECORD)
     assert filled is not None

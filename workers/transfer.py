@@ -39,7 +39,7 @@ from mori_mp.workers.job_channel import JobChannel
 
 logger = logging.getLogger(__name__)
 
-_SPIN_SECONDS = 0.004  # since a transfer has begun or ended; most have by then, also those of a GiB on NVLink
+_SPIN_SECONDS = 0.001  # since a transfer has begun or ended: as long as 256 MiB take on NVLink
 _MAX_PAUSE_MS = 1
 _LINGER_SECONDS = 0.2
 _MAX_ERROR = 4000  # characters; a backend may quote all that a receiver has sent

@@ -24,9 +24,12 @@ _ATTEMPTS = 200
 class PortBlock:
     """A reserved block; `base` is its first port. Hold it open for as long as the ports are needed."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        """Reserve a block of BLOCK ports on an IPv4 or IPv6 address; StartupError when none is free."""
-        ceiling = _ephemeral_start() - BLOCK
+    def __init__(self, host: str = "127.0.0.1", reach: int = BLOCK) -> None:
+        """Reserve a block of BLOCK ports on an IPv4 or IPv6 address; StartupError when none is free.
+
+        reach: how many ports from base on are to lie below the ephemeral range; not all are reserved.
+        """
+        ceiling = _ephemeral_start() - reach
         choose = random.SystemRandom()
         for _ in range(_ATTEMPTS):
             base = choose.randrange(_LOWEST, ceiling, BLOCK)

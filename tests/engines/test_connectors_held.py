@@ -52,6 +52,33 @@ def test_a_copy_under_way_keeps_its_source(held_stages: Stages) -> None:
     eventually(lambda: used(sender) == 0, "slot free")
 
 
+def test_a_copy_that_does_not_end_keeps_the_deadline_and_both_ends(held_stages: Stages) -> None:
+    sender, receiver = held_stages.pair()
+    sender("tensor", "x", 24, MB)
+    _, _, metadata = sender("put", "k", "x")
+    receiver.block["hold"] = 1
+    assert receiver("get", "k", metadata, 0.3) is None
+    assert (used(sender), used(receiver)) == (MB, MB)
+    receiver.block["hold"] = 0
+    eventually(lambda: used(receiver) == 0, "slot free")
+    assert receiver("get", "k", metadata, 10.0)["digest"] == crc(24, MB)
+    receiver("release", "k")
+    eventually(lambda: (sender("collect"), used(sender) == 0)[1], "settled")
+
+
+def test_a_receiver_that_closes_in_its_copy_keeps_its_memory(held_stages: Stages) -> None:
+    sender, receiver = held_stages.pair()
+    sender("tensor", "x", 25, MB)
+    _, _, metadata = sender("put", "k", "x")
+    receiver.block["hold"] = 1
+    assert receiver("get", "k", metadata, 0.3) is None
+    receiver("close")
+    receiver("tensor", "mine", 71, 8 * MB)
+    receiver.block["hold"] = 0
+    receiver("tensor", "next", 72, MB)  # its copies run behind the late one
+    assert receiver("digest_of", "mine") == crc(71, 8 * MB)
+
+
 def test_a_receiver_killed_in_its_copy_takes_nothing_along(held_stages: Stages) -> None:
     sender, receiver = held_stages.pair()
     sender("tensor", "x", 21, MB)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from connector_support import short_directory
-from omni_support import IMPORT_SECONDS, REQUIRE, Cast, Host, host_missing
+from omni_support import IMPORT_SECONDS, REQUIRE, STRIDE, Cast, Host, host_missing
 
 from mori_mp.pipeline.free_ports import PortBlock
 
@@ -37,8 +37,8 @@ def host() -> Host:
 
 @pytest.fixture
 def cast(host: Host) -> Iterator[Cast]:
-    """Stages that end with the test."""
-    with short_directory() as runtime, PortBlock() as ports:
+    """Stages that end with the test; two replicas of each have ports for themselves."""
+    with short_directory() as runtime, PortBlock(reach=2 * STRIDE) as ports:
         cast = Cast(host, runtime, ports)
         try:
             yield cast

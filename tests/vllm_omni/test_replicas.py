@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from omni_support import OURS, Cast
-
-STRIDE = 1024
+from omni_support import OURS, STRIDE, Cast
 
 
 def test_two_replicas_side_by_side(cast: Cast) -> None:
