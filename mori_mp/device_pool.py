@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 EVENTS = 64
 """Puts whose copies may be under way at once without a wait for the oldest."""
 
+_HALVES_BYTES = 128 << 20
+"""From here on a push begins when half of the copy into the pool is done: what is smaller is done by then."""
+
 _never_freed: list[tuple[torch.Tensor, Passive | None, LentPool | None]] = []
 """Memory of closed pools that others may still use, with its registration and events."""
 
@@ -81,6 +84,8 @@ class DevicePool:
         self._lent: LentPool | None = None
         self._passive: Passive | None = None
         self._push_stream = 0
+        self._halfway = 0  # an event that no other process knows
+        self._halfway_of = -1  # the event of the copy that it was recorded in the middle of
         self._next_event = 0
         self._lock = threading.Lock()
 
@@ -115,11 +120,19 @@ class DevicePool:
         with self._lock, self._runtime.current(self.number):
             stream = self._accelerator.stream(self.number)
             foreign = self._accelerator.begin_reading(tensor, self.number)
-            self._runtime.memcpy_async(self.address + offset, tensor.data_ptr(), tensor.nbytes, stream)
+            source, target, size = tensor.data_ptr(), self.address + offset, tensor.nbytes
+            half = size // 2 if size >= _HALVES_BYTES else 0
+            if half:
+                self._runtime.memcpy_async(target, source, half, stream)
+                self._halfway = self._halfway or self._runtime.event_create()
+                self._runtime.event_record(self._halfway, stream)
+            self._runtime.memcpy_async(target + half, source + half, size - half, stream)
             if foreign:
                 self._accelerator.end_reading(tensor, self.number)
             event = self._free_event()  # while the copy is under way
             self._record(event, stream)
+            if half:
+                self._halfway_of = event
             return event
 
     def mark(self) -> int:
@@ -141,14 +154,20 @@ class DevicePool:
                 return None
             if not self._push_stream:
                 self._push_stream = self._runtime.stream_create()
-            stream = self._push_stream
+            stream, source, half = self._push_stream, self.address + offset, 0
+            if self._halfway_of == event:
+                half, self._halfway_of = size // 2, -1
+                self._runtime.stream_wait_event(stream, self._halfway)
+                self._runtime.memcpy_async(target, source, half, stream)
             self._runtime.stream_wait_event(stream, self._lent.events[event].handle)
-            self._runtime.memcpy_async(target, self.address + offset, size, stream)
+            self._runtime.memcpy_async(target + half, source + half, size - half, stream)
             self._record(ended, stream)
             return ended
 
     def _record(self, event: int, stream: int) -> None:
         assert self._lent is not None
+        if self._halfway_of == event:
+            self._halfway_of = -1
         self._runtime.event_record(self._lent.events[event].handle, stream)
 
     def _free_event(self) -> int:
@@ -233,6 +252,8 @@ class DevicePool:
                         self._lent.close()
                     if self._push_stream:
                         self._runtime.stream_destroy(self._push_stream)
+                    if self._halfway:
+                        self._runtime.event_destroy(self._halfway)
             self._passive, self._lent, self._push_stream = None, None, 0
             del self.tensor
 

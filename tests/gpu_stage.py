@@ -148,6 +148,10 @@ class Stage:
     def close(self) -> None:
         self._ours().close()
 
+    def halve_from(self, size: int) -> None:
+        """Have copies of at least so many bytes pushed in halves."""
+        device_pool._HALVES_BYTES = size
+
     def port(self) -> int:
         return self._ours().zmq_port or 0
 

@@ -11,6 +11,8 @@ from connector_support import eventually
 from engine_rig import MB, GpuStage, Rig
 from engine_stages import Stages, crc, stages_of, used
 
+from mori_mp.device_pool import EVENTS
+
 SIZE = 300_000
 
 
@@ -83,6 +85,35 @@ def test_payloads_ahead_of_the_receiver_arrive_in_their_own_slots(stages: Stages
         assert found is not None
         assert found["digest"] == crc(200 + number, SIZE)
     assert 1 < pushed(receiver) < 13
+
+
+def test_large_payloads_are_pushed_in_halves(held_stages: Stages) -> None:
+    """The first half of the way across begins when half of the way into the pool is done."""
+    sender, receiver = held_stages.pair()
+    acquaint(sender, receiver)
+    for halve_from, copies in ((SIZE + 1, 2), (SIZE, 4)):
+        sender("halve_from", halve_from)
+        for number in range(5):
+            before = sender.block["copies"], pushed(receiver)
+            send(sender, receiver, f"{copies}-{number}", number)
+            assert (sender.block["copies"], pushed(receiver)) == (before[0] + copies, before[1] + 1)
+
+
+def test_a_half_of_another_payload_is_not_waited_for(held_stages: Stages) -> None:
+    """The event of a copy that was made in halves, and not pushed, is that of a small one later."""
+    sender, receiver = held_stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "x", 9, SIZE)
+    sender("halve_from", SIZE)
+    sender("put", "large", "x", "0_2")
+    sender("cleanup", "large")
+    sender("halve_from", SIZE + 1)
+    for number in range(EVENTS - 1):
+        sender("put", f"small-{number}", "x", "0_2")
+        sender("cleanup", f"small-{number}")
+    before = sender.block["copies"]
+    send(sender, receiver, "k", 10)
+    assert sender.block["copies"] == before + 2
 
 
 def test_tensors_of_objects_are_pushed(stages: Stages) -> None:
