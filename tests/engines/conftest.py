@@ -106,3 +106,10 @@ def shared_pair(rig: Rig, blocks: Path, machine: Machine) -> Iterator[tuple[Engi
     yield sender, receiver
     sender.kill()
     receiver.kill()
+
+
+@pytest.fixture
+def held_stages(cuda_ipc_rig: Rig, blocks: Path) -> Iterator[Stages]:
+    """Stages over the emulated runtime, which can hold copies back and have them fail."""
+    with stages_of(cuda_ipc_rig, blocks) as stages:
+        yield stages

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 from connector_support import eventually
-from engine_rig import MB, GpuStage, Rig
-from engine_stages import Stages, crc, deliveries, stages_of, used
-
-
-@pytest.fixture
-def held_stages(cuda_ipc_rig: Rig, blocks: Path) -> Iterator[Stages]:
-    """Stages over the emulated runtime, which can hold copies back and have them fail."""
-    with stages_of(cuda_ipc_rig, blocks) as stages:
-        yield stages
+from engine_rig import MB, GpuStage
+from engine_stages import Stages, crc, deliveries, used
 
 
 def begin_held_copy(receiver: GpuStage, metadata: dict[str, Any]) -> None:

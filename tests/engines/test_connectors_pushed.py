@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 from connector_support import eventually
-from engine_rig import MB, GpuStage, Rig
-from engine_stages import Stages, crc, stages_of, used
+from engine_rig import MB, GpuStage
+from engine_stages import Stages, crc, used
 
 from mori_mp.device_pool import EVENTS
 
 SIZE = 300_000
-
-
-@pytest.fixture
-def held_stages(cuda_ipc_rig: Rig, blocks: Path) -> Iterator[Stages]:
-    """Stages over the emulated runtime, which can hold copies back."""
-    with stages_of(cuda_ipc_rig, blocks) as stages:
-        yield stages
 
 
 def pushed(receiver: GpuStage) -> int:
