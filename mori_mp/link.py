@@ -319,8 +319,8 @@ class Link:
             return True if over else None
 
         spin_until = min(deadline, time.monotonic() + SPIN_SECONDS)
-        while ended() is None and time.monotonic() < spin_until:
-            self._board.pump()
+        while ended() is None and time.monotonic() < spin_until and self._board.pump():
+            pass  # beside a thread that sleeps over the sockets, this one would only keep the GIL from it
         while not self._board.wait(ended, min(deadline, time.monotonic() + AUDIT_SECONDS)):
             self.audit(time.monotonic())  # finds out about a control process that died with our request
             if time.monotonic() >= deadline or self._board.closed:

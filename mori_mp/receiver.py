@@ -232,8 +232,7 @@ class Receiver:
         self._board.pump()
         ready = self._announced(link, wanted.key)
         spin_until = time.monotonic() + SPIN_SECONDS if wanted.size else 0.0
-        while ready is None and time.monotonic() < spin_until:
-            self._board.pump()
+        while ready is None and time.monotonic() < spin_until and self._board.pump():
             ready = self._announced(link, wanted.key)
         if ready is not None:
             return ready

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import select
 
 KEEP_GIL_BYTES = 4 << 20
 """Copies up to this size keep the GIL (about 1 ms at 4 GB/s, under the switch interval)."""
@@ -27,6 +28,9 @@ _send.restype = ctypes.c_ssize_t
 _recv = _kept.recv
 _recv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _recv.restype = ctypes.c_ssize_t
+_poll = _kept.poll
+_poll.argtypes = (ctypes.c_void_p, ctypes.c_ulong, ctypes.c_int)
+_poll.restype = ctypes.c_int
 _memmove_kept = _kept.memmove
 _memmove_kept.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_kept.restype = None
@@ -58,6 +62,28 @@ def try_send(fd: int, message: bytes) -> bool:
         if code in (errno.EAGAIN, errno.ENOBUFS):
             return False
         raise OSError(code, os.strerror(code))
+
+
+class _PollFd(ctypes.Structure):
+    """struct pollfd."""
+
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class Readable:
+    """Tells whether a descriptor is readable, without waiting and without giving up the GIL."""
+
+    def __init__(self, fd: int) -> None:
+        self._poll = _PollFd(fd, select.POLLIN, 0)
+        self._address = ctypes.addressof(self._poll)
+
+    def __call__(self) -> bool:
+        """Tell whether it is readable now, or at its end. Raises OSError."""
+        while (found := int(_poll(self._address, 1, 0))) < 0:
+            code = ctypes.get_errno()
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+        return found > 0
 
 
 class PacketReader:

@@ -7,6 +7,7 @@ memory: tensors are CPU tensors over it, and `EmulatedAccelerator` tells the con
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -185,6 +186,34 @@ class Stage:
             self._stop.set()
             self._spinner.join()
             self._spinner = None
+
+    def turns_during_puts(self, keys: list[str], name: str) -> int:
+        """Put a tensor under each key; returns how often another thread that wants the GIL got it meanwhile."""
+        turns, stop, turned = 0, False, threading.Event()
+
+        def waiter() -> None:
+            nonlocal turns
+            while not stop:
+                time.sleep(0.0002)  # comes back and waits for the GIL
+                turns += 1
+                turned.set()
+
+        thread, interval = threading.Thread(target=waiter), sys.getswitchinterval()
+        thread.start()
+        gc.collect()
+        gc.disable()
+        sys.setswitchinterval(60)  # so that only who gives it up loses it
+        try:
+            turned.wait()
+            before = turns
+            for key in keys:
+                self.put(key, name)
+            return turns - before
+        finally:
+            stop = True
+            sys.setswitchinterval(interval)
+            gc.enable()
+            thread.join()
 
     def timed_put(self, key: str, name: str, size: int) -> list[Any]:
         """Put the first bytes of a tensor; returns [begin, end, metadata], in CLOCK_MONOTONIC nanoseconds."""
