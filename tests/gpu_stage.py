@@ -188,7 +188,7 @@ class Stage:
             self._spinner = None
 
     def turns_during_puts(self, keys: list[str], name: str) -> int:
-        """Put a tensor under each key; returns how often another thread that wants the GIL got it meanwhile."""
+        """Put a tensor under each key; returns how often another thread got the GIL that it wants."""
         turns, stop, turned = 0, False, threading.Event()
 
         def waiter() -> None:
