@@ -56,6 +56,14 @@ class Pair:
                 usable.append((at - begin) / 1e3)
         return sorted(puts), sorted(usable)
 
+    def time_harness(self, rounds: int) -> float:
+        """Return what of a round is no connector's doing: from one stage's answer to the other's; median us."""
+        passed = []
+        for _ in range(_WARM + rounds):
+            begin = self.sender("clock")
+            passed.append((self.receiver("clock") - begin) / 1e3)
+        return statistics.median(passed[_WARM:])
+
     def gpu_memory(self) -> dict[str, dict[str, int]]:
         """Return the MiB that each process has on each GPU, as nvidia-smi tells; {} where it does not."""
         query = [
@@ -164,15 +172,21 @@ def main() -> int:
             bounce = Pair(rig, Path(blocks), runtime, **host)
             for stage in (pair.sender, bounce.sender):
                 stage("tensor", "figures", 1, max(sizes))
-            rows = figures(pair, bounce, sizes, 10 if arguments.quick else 200)
-            found = {"figures": rows, "MiB of GPU memory": pair.gpu_memory()}
+            rounds = 10 if arguments.quick else 200
+            found = {
+                "harness_us_p50": round(pair.time_harness(rounds), 1),
+                "figures": figures(pair, bounce, sizes, rounds),
+                "MiB of GPU memory": pair.gpu_memory(),
+            }
             report["engines"][rig.name] = found
             (arguments.out / "connectors.json").write_text(json.dumps(report, indent=1))
             pair.end()
             bounce.end()
     print(table(report))
     for engine, found in report["engines"].items():
-        print(engine, json.dumps(found["MiB of GPU memory"]))
+        print(
+            engine, "harness alone:", found["harness_us_p50"], "us;", json.dumps(found["MiB of GPU memory"])
+        )
     return 0
 
 

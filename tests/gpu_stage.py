@@ -237,6 +237,10 @@ class Stage:
         buffer.release()
         return [usable, checked]
 
+    def clock(self) -> int:
+        """Return CLOCK_MONOTONIC nanoseconds."""
+        return time.monotonic_ns()
+
     def check_sum(self, name: str, size: int) -> int:
         """Return what timed_get() returns for the first bytes of a tensor."""
         tensor = self._tensors[name][:size]
