@@ -57,7 +57,7 @@ class Pair:
         return sorted(puts), sorted(usable)
 
     def time_harness(self, rounds: int) -> float:
-        """Return what of a round is no connector's doing: from one stage's answer to the other's; median us."""
+        """Return how long the way from one stage to the other takes that is no connector's; median us."""
         passed = []
         for _ in range(_WARM + rounds):
             begin = self.sender("clock")
