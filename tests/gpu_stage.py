@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -189,6 +190,20 @@ class Stage:
 
     def turns_during_puts(self, keys: list[str], name: str) -> int:
         """Put a tensor under each key; returns how often another thread got the GIL that it wants."""
+        return self._turns_during(lambda: [self.put(key, name) for key in keys])
+
+    def turns_during_gets(self, keys: list[str]) -> int:
+        """Get the payload under each key, which is there, and let go of it; returns as above."""
+
+        def get_all() -> None:
+            for key in keys:
+                found = self._ours().get("0", "1", key, None)
+                assert found is not None
+                found[0].release()
+
+        return self._turns_during(get_all)
+
+    def _turns_during(self, action: Callable[[], object]) -> int:
         turns, stop, turned = 0, False, threading.Event()
 
         def waiter() -> None:
@@ -204,10 +219,10 @@ class Stage:
         gc.disable()
         sys.setswitchinterval(60)  # so that only who gives it up loses it
         try:
-            turned.wait()
+            turned.clear()
+            turned.wait()  # so that its next wait for the GIL is one of 60 s
             before = turns
-            for key in keys:
-                self.put(key, name)
+            action()
             return turns - before
         finally:
             stop = True

@@ -106,7 +106,7 @@ def test_a_half_of_another_payload_is_not_waited_for(held_stages: Stages) -> Non
     assert sender.block["copies"] == before + 2
 
 
-def test_put_keeps_the_gil(stages: Stages) -> None:
+def test_put_and_get_keep_the_gil(stages: Stages) -> None:
     """Beside a busy thread each time that it is given up may cost a switch interval, 5 ms."""
     sender, receiver = stages.pair()
     acquaint(sender, receiver)
@@ -116,11 +116,9 @@ def test_put_keeps_the_gil(stages: Stages) -> None:
     for number in range(20):
         keys = [f"k{number}-{one}" for one in range(3)]
         turns += sender("turns_during_puts", keys, "x")
-        for key in keys:
-            assert receiver("get", key, None, 20.0)["digest"] == crc(3, SIZE)
-            receiver("release", key)
+        turns += receiver("turns_during_gets", keys)
     assert sender("health")["sender"]["counters"]["pushed"] - before > 40
-    assert turns <= 3
+    assert turns == 0
 
 
 def test_tensors_of_objects_are_pushed(stages: Stages) -> None:
