@@ -33,7 +33,7 @@ class EmulatedAccelerator(Accelerator):
     _streams: ClassVar[dict[int, int]] = {}
 
     def __init__(self) -> None:
-        self._runtime = gpu_runtime.load()
+        self._runtime = gpu_runtime.load(keep_gil=True)  # as torch does in these calls
 
     def number(self, device: str) -> int:
         return int(device.partition(":")[2] or 0)
