@@ -308,10 +308,14 @@ class Publisher:
             place.push is not None,
         )
         with self._lock:
+            of_name = self._by_name.setdefault(name, set())
+            replaced = [one for one in of_name if self._live[one].message.key == key]
             self._live[generation] = _Publication(message, name, whole or key, place.ended)
             self._offsets.add(place.offset)
-            self._by_name.setdefault(name, set()).add(generation)
+            of_name.add(generation)
         self._hot.send(message)
+        if replaced and self._pusher is not None:
+            self._pusher.withdraw(replaced)
         self._fill(place, key, generation)  # now that a receiver's answer to it means something
         if self._tracer is not None:
             now_ns = time.monotonic_ns()

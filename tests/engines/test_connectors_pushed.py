@@ -159,6 +159,18 @@ def test_of_two_payloads_under_a_key_the_newer_one_is_got(stages: Stages) -> Non
     eventually(lambda: (sender("collect"), used(sender) == 0)[1], "both gone")
 
 
+def test_a_pushed_payload_that_is_replaced_by_one_that_is_not_is_not_got(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "old", 7, SIZE)
+    sender("put", "k", "old")
+    sender("tensor", "new", 8, 5000)  # no slot is posted for these
+    sender("put", "k", "new")
+    assert receiver("get", "k", None, 10.0)["digest"] == crc(8, 5000)
+    receiver("release", "k")
+    eventually(lambda: (sender("collect"), used(sender) == 0)[1], "both gone")
+
+
 def test_posts_give_way_to_a_payload_that_needs_the_pool(stages: Stages) -> None:
     sender, receiver = stages.pair()
     acquaint(sender, receiver)
