@@ -16,7 +16,7 @@ from mori_mp.device_pool import DevicePool
 from mori_mp.lent_device import LentDevice
 from mori_mp.shared.errors import MoriMPError
 from mori_mp.shared.pool import BLOCK
-from mori_mp.shared.posts import POSTED, Posts, PostsDescriptor
+from mori_mp.shared.posts import POSTED, RECORDS, Posts, PostsDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class _Target:
             raise
         self.filled: dict[int, int] = {}  # by record, the generation in it
         self.filling = 0  # puts that have begun to fill a record
-        self.ended = -1  # the event behind the last copy
+        self.ended: set[int] = set()  # the events behind its copies
 
     def fitting(self, size: int) -> int | None:
         """Return the record of the smallest posted slot that fits and is not much too large."""
@@ -55,6 +55,9 @@ class _Target:
         return self.memory.address + offset if 0 <= offset <= self.memory.size - size else None
 
     def close(self) -> None:
+        """Let go of it, once all copies have ended."""
+        for record in range(RECORDS):  # also of what is withdrawn: the events may go before it
+            self.posts.set_over(record)
         self.posts.close()
         self.memory.retire()
 
@@ -66,6 +69,7 @@ class Push(NamedTuple):
     record: int
     size: int
     ended: int
+    edge: str
 
 
 class Pusher:
@@ -74,7 +78,7 @@ class Pusher:
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool
         self._targets: dict[str, _Target] = {}  # by edge
-        self._records: dict[int, tuple[_Target, int]] = {}  # by generation
+        self._records: dict[int, tuple[_Target, int, str]] = {}  # by generation, with the edge
         self._leaving: list[_Target] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -99,13 +103,13 @@ class Pusher:
                 self._targets.pop(edge, None)
             else:
                 self._targets[edge] = target
+            # Another receiver may take these now.
+            self._withdraw([generation for generation, (_, _, of) in self._records.items() if of == edge])
             self._part_with(before)
 
     def _part_with(self, target: _Target | None) -> None:
         """Let go of a receiver that no edge leads to any more, once the last copy to it has ended."""
         if target is not None and target not in self._targets.values():
-            for generation in target.filled.values():
-                self._records.pop(generation, None)
             self._leaving.append(target)
         still = [one for one in self._leaving if not self._is_over(one)]
         for one in self._leaving:
@@ -114,7 +118,7 @@ class Pusher:
         self._leaving = still
 
     def _is_over(self, target: _Target) -> bool:
-        return not target.filling and (target.ended < 0 or self._pool.has_happened(target.ended))
+        return not target.filling and all(map(self._pool.has_happened, target.ended))
 
     # ----------------------------------------------------------------------------- put
     def push(self, edge: str, offset: int, size: int, event: int) -> Push | None:
@@ -136,7 +140,7 @@ class Pusher:
         if ended is None:
             self._end(target, record, target.posts.cancel)
             return None
-        return Push(target, record, size, ended)
+        return Push(target, record, size, ended, edge)
 
     def _begin(self, edge: str, target: _Target, size: int) -> int | None:
         with self._lock:
@@ -156,22 +160,27 @@ class Pusher:
     def fill(self, push: Push, key: str, generation: int) -> None:
         """Tell the receiver which payload it is that is being copied."""
         with self._lock:
-            target, record, size, ended = push
+            target, record, size, ended, edge = push
             target.filling -= 1
             self._records.pop(target.filled.get(record, 0), None)
             target.filled[record] = generation
-            target.ended = ended
-            self._records[generation] = target, record
+            target.ended.add(ended)
+            self._records[generation] = target, record, edge
             target.posts.fill(record, key.encode(), generation, size, ended)
+            if self._targets.get(edge) is not target:  # not any more
+                self._withdraw([generation])
 
     def withdraw(self, generations: Iterable[int]) -> None:
         """Have receivers read these payloads no more: they are withdrawn, replaced, or delivered."""
         with self._lock:
-            for generation in generations:
-                target, record = self._records.pop(generation, (None, 0))
-                if target is not None:
-                    del target.filled[record]
-                    target.posts.withdraw(record, generation)
+            self._withdraw(generations)
+
+    def _withdraw(self, generations: Iterable[int]) -> None:
+        for generation in generations:
+            target, record, _ = self._records.pop(generation, (None, 0, ""))
+            if target is not None:
+                del target.filled[record]
+                target.posts.withdraw(record, generation)
 
     def close(self) -> None:
         """Push nothing more; before the pool is closed. Idempotent."""
@@ -182,10 +191,7 @@ class Pusher:
             self._leaving += set(self._targets.values())
             self._targets.clear()
             for target in self._leaving:
-                over = self._is_over(target)
                 for record, generation in target.filled.items():
                     target.posts.withdraw(record, generation)
-                    if over:  # the events go with the pool
-                        target.posts.set_over(record)
             self._part_with(None)
             _kept.extend(self._leaving)

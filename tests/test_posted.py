@@ -352,6 +352,46 @@ def test_a_receiver_that_no_edge_leads_to_is_let_go_of_after_the_last_copy(pair:
     assert target.memory.retired  # type: ignore[attr-defined]
 
 
+def test_a_receiver_is_let_go_of_after_the_last_copy_in_whichever_order_they_are_told(pair: Pair) -> None:
+    pair.expect(100, 100)
+    pair.theirs.pending.update((1, 2))
+    first = pair.begin(90)
+    pair.theirs.event = 2
+    second = pair.begin(90)
+    assert first is not None
+    assert second is not None
+    target = first.target
+    pair.pusher.fill(second, "l", 2)
+    pair.pusher.fill(first, "k", 1)
+    pair.theirs.pending.remove(1)
+    pair.pusher.set_target(EDGE, b"")
+    assert not target.memory.retired  # type: ignore[attr-defined]
+    pair.theirs.pending.remove(2)
+    pair.pusher.set_target(EDGE, b"")
+    assert target.memory.retired  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("filled", ["before", "after"])
+def test_a_receiver_that_is_no_more_alone_on_an_edge_does_not_find_what_was_pushed(
+    pair: Pair, filled: str
+) -> None:
+    """Another one may take it; what was pushed for another edge stays."""
+    pair.expect(100, 100)
+    pair.pusher.set_target("0_2", pair.posts.packed)
+    other = pair.pusher.push("0_2", 0, 90, 0)
+    push = pair.begin(90)
+    assert other is not None
+    assert push is not None
+    pair.pusher.fill(other, "other", 1)
+    if filled == "before":
+        pair.pusher.fill(push, "k", 2)
+    pair.pusher.set_target(EDGE, b"")
+    if filled == "after":
+        pair.pusher.fill(push, "k", 2)
+    assert not pair.posts.has("k")
+    assert pair.posts.has("other")
+
+
 def test_what_cannot_be_mapped_is_told_and_not_pushed_to(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
