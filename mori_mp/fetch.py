@@ -96,10 +96,10 @@ class Fetcher:
         if link.posts is not None and link.posts.depleted:
             link.posts.replenish()
 
-    def _new_posts(self, sender: LentDevice) -> PostedSlots:
+    def _new_posts(self, sender: LentDevice, epoch: str) -> PostedSlots:
         assert self._device is not None
         assert self._intake.device is not None
-        return PostedSlots(self._device, self._intake.device, sender, str(os.getpid()))
+        return PostedSlots(self._device, self._intake.device, sender, epoch, str(os.getpid()))
 
     def transfer_seconds(self, size: int) -> float:
         """Return how long a transfer of size bytes may take without a deadline of the caller's."""

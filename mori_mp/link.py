@@ -403,8 +403,8 @@ class Link:
             self._device = welcome.epoch, lent
             return lent
 
-    def posts_for(self, make: Callable[[LentDevice], PostedSlots]) -> PostedSlots | None:
-        """Return what the sender may push into, made on first use; None if it does not push.
+    def posts_for(self, make: Callable[[LentDevice, str], PostedSlots]) -> PostedSlots | None:
+        """Return what the sender may push into, made on first use for its epoch; None if it does not push.
 
         Not for handlers and finalizers.
         """
@@ -415,7 +415,7 @@ class Link:
                 return None
             if self.posts is not None or device[0] != welcome.epoch or device[1] is None:
                 return self.posts
-            self.posts = posts = make(device[1])
+            self.posts = posts = make(device[1], welcome.epoch)
         self._say_hello()
         return posts
 

@@ -33,14 +33,17 @@ def room_for(size: int) -> int:
 class PostedSlots:
     """The slots that are posted to one sender. Thread-safe, but not for finalizers. Sizes in bytes."""
 
-    def __init__(self, pool: DevicePool, place: Place, sender: LentDevice, label: str) -> None:
-        """sender: its GPU pool, whose events tell of its copies; label: names the board's file."""
+    def __init__(self, pool: DevicePool, place: Place, sender: LentDevice, epoch: str, label: str) -> None:
+        """sender: the GPU pool of the stage of an epoch, whose events tell of its copies.
+
+        label: names the board's file.
+        """
         self._slots = pool.slots
         self._place = place
         self._sender = sender
         self._posts = Posts.create(label)
         memory = msgspec.structs.replace(GpuPoolDescriptor.unpack(pool.lend()), events=[])
-        self.packed = self._posts.descriptor(memory.pack()).pack()
+        self.packed = self._posts.descriptor(memory.pack(), epoch).pack()
         self._ours: dict[int, tuple[int, int]] = {}  # by record: offset and room
         self._claimed: set[int] = set()  # records in the hands of a get()
         self._leaving: dict[int, Callable[[], bool]] = {}  # by offset: whether the sender is done with it

@@ -50,13 +50,17 @@ _BYTES = _KEYS + RECORDS * MAX_KEY_BYTES
 
 
 class PostsDescriptor(msgspec.Struct, array_like=True, frozen=True):
-    """What a sender on the same host needs: the memfd, and the packed descriptor of the GPU pool."""
+    """What a sender on the same host needs: the memfd, and the packed descriptor of the GPU pool.
+
+    epoch: the stage whose events the records name; no other one may fill them.
+    """
 
     pid: int
     fd: int
     inode: int
     host_id: str
     gpu_pool: bytes
+    epoch: str
 
     def pack(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -115,10 +119,10 @@ class Posts:
             os.close(fd)
             raise EngineUnavailable(f"the board of posts cannot be mapped: {exc}") from exc
 
-    def descriptor(self, gpu_pool: bytes) -> PostsDescriptor:
-        """Describe this board; valid while this process has it open."""
+    def descriptor(self, gpu_pool: bytes, epoch: str) -> PostsDescriptor:
+        """Describe this board to the stage of an epoch; valid while this process has it open."""
         inode = os.fstat(self._fd).st_ino
-        return PostsDescriptor(os.getpid(), self._fd, inode, memfd.host_id(), gpu_pool)
+        return PostsDescriptor(os.getpid(), self._fd, inode, memfd.host_id(), gpu_pool, epoch)
 
     def states(self) -> list[int]:
         """Return of each record whether it is FREE, POSTED, WRITING or FILLED."""

@@ -75,7 +75,7 @@ class Pair:
     def __init__(self) -> None:
         self.ours, self.theirs = FakePool(), FakePool()
         self.sender = FakeLent(self.theirs)
-        self.posts = PostedSlots(self.ours, "place", self.sender, "test")  # type: ignore[arg-type]
+        self.posts = PostedSlots(self.ours, "place", self.sender, "s0", "test")  # type: ignore[arg-type]
         self.pusher = Pusher(self.theirs)  # type: ignore[arg-type]
         self.pusher.set_target(EDGE, self.posts.packed)
 

@@ -26,7 +26,7 @@ def ours() -> Iterator[Posts]:
 @pytest.fixture
 def theirs(ours: Posts) -> Iterator[Posts]:
     """The sender's end: another opening of the same memfd, as in another process."""
-    board = Posts.open_peer(PostsDescriptor.unpack(ours.descriptor(b"").pack()))
+    board = Posts.open_peer(PostsDescriptor.unpack(ours.descriptor(b"", "s0").pack()))
     yield board
     board.close()
 
@@ -120,7 +120,7 @@ def test_a_copy_known_to_be_over_has_no_event(ours: Posts, theirs: Posts) -> Non
 def test_a_sender_that_dies_while_it_fills_leaves_the_record_unlocked(ours: Posts) -> None:
     """WRITING then tells the receiver that a copy may be under way, and to wait for the process's end."""
     ours.post(0, 0, 4096)
-    desc = ours.descriptor(b"")
+    desc = ours.descriptor(b"", "s0")
     told, tell = os.pipe()
     pid = os.fork()
     if not pid:
@@ -140,7 +140,7 @@ def test_a_sender_that_dies_while_it_fills_leaves_the_record_unlocked(ours: Post
 
 
 def test_a_descriptor_of_something_else_is_refused(ours: Posts) -> None:
-    desc = ours.descriptor(b"gpu")
+    desc = ours.descriptor(b"gpu", "s0")
     assert PostsDescriptor.unpack(desc.pack()) == desc
     with pytest.raises(EngineUnavailable, match="another host"):
         Posts.open_peer(msgspec.structs.replace(desc, host_id="elsewhere"))
@@ -153,6 +153,6 @@ def test_a_descriptor_of_something_else_is_refused(ours: Posts) -> None:
     with pytest.raises(WireError, match="does not match"):
         Posts.open_peer(msgspec.structs.replace(desc, fd=short, inode=inode))
     os.close(short)
-    for junk in (b"", b"\xff", msgspec.msgpack.encode([0, 1, 2, "h", b""]), msgspec.msgpack.encode([1])):
+    for junk in (b"", b"\xff", msgspec.msgpack.encode([0, 1, 2, "h", b"", ""]), msgspec.msgpack.encode([1])):
         with pytest.raises(WireError):
             PostsDescriptor.unpack(junk)

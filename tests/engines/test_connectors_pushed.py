@@ -257,6 +257,25 @@ def test_a_sender_that_dies_in_a_push_leaves_the_pool_whole(held_stages: Stages)
     assert used(receiver) == 0
 
 
+def test_what_is_posted_to_a_sender_is_not_filled_by_its_successor(stages: Stages) -> None:
+    """The receiver would take the successor's events for those of the one that has gone."""
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver)
+    port = sender("port")
+    sender.end()
+    successor, _ = stages.make(0, role="sender", zmq_port=port, stage_id=0)
+    receiver("get", "nothing", None, 0.3)
+    eventually(lambda: successor("health")["sender"]["sessions"] > 0, "known")
+    for number in range(3):
+        successor("tensor", f"k{number}", number, SIZE)
+        successor("put", f"k{number}", f"k{number}")
+    assert successor("health")["sender"]["counters"]["pushed"] == 0
+    for number in range(3):
+        assert receiver("get", f"k{number}", None, 20.0)["digest"] == crc(number, SIZE)
+        receiver("release", f"k{number}")
+    acquaint(successor, receiver)
+
+
 def test_a_receiver_that_dies_takes_nothing_along(held_stages: Stages) -> None:
     sender, receiver = held_stages.pair()
     acquaint(sender, receiver)
