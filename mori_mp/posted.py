@@ -186,7 +186,7 @@ class PostedSlots:
         """Tell whether no copy of the sender's can come any more; once retired."""
         for offset in list(self._leaving):
             self._has_left(offset)
-        return not self._leaving
+        return not self._leaving and not self._ours  # a get() may have one of these in its hands
 
     def _clear(self) -> None:
         for record in list(self._ours):
@@ -197,8 +197,8 @@ class PostedSlots:
                 self._take_back(record)
 
     def _take_back(self, record: int) -> None:
-        """Take back a slot that is posted, unless the sender is at it just now."""
-        if self._posts.revoke(record):
+        """Take back a slot that is posted, unless the sender is at it just now, and lives."""
+        if record not in self._claimed and (self._posts.revoke(record) or self._sender.gone):
             self._slots.give_back(self._forget(record))
 
     def _drop(self, filled: Filled) -> None:

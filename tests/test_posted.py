@@ -14,6 +14,7 @@ from mori_mp.device_pool import DeviceSlots
 from mori_mp.posted import PostedSlots, room_for
 from mori_mp.push import Push, Pusher
 from mori_mp.shared.pool import BLOCK, host_id
+from mori_mp.shared.posts import POSTED
 from mori_mp.workers.engines.gpu_pool import GpuPoolDescriptor
 from mori_mp.workers.engines.gpu_runtime import GpuError
 
@@ -263,6 +264,47 @@ def test_a_claimed_payload_is_not_given_up(pair: Pair) -> None:
     slot = pair.posts.take(filled)
     assert pair.used() == BLOCK
     pair.ours.slots.give_back(slot.offset)
+
+
+def test_a_claimed_payload_is_not_given_up_whatever_its_sender_makes_of_the_record(pair: Pair) -> None:
+    pair.expect(100)
+    pair.push("k", 1, 90)
+    filled = pair.posts.claim("k")
+    assert filled is not None
+    pair.posts._posts._states[RECORD] = POSTED
+    pair.posts.reclaim()
+    other = pair.ours.slots.alloc(BLOCK)
+    pair.posts.replenish()
+    slot = pair.posts.take(filled)
+    assert slot.offset == pair.theirs.targets[-1] - FakeLent.address != other
+    for offset in (slot.offset, other):
+        pair.ours.slots.give_back(offset)
+
+
+def test_a_slot_that_a_sender_was_filling_when_it_died_is_taken_back(pair: Pair) -> None:
+    pair.expect(100)
+    assert pair.begin(90) is not None
+    pair.posts.reclaim()
+    assert pair.posted() == BLOCK
+    pair.sender.gone = True
+    pair.posts.reclaim()
+    assert pair.posted() == 0
+    assert pair.ours.slots.alloc(POOL) == 0
+    pair.ours.slots.give_back(0)
+
+
+def test_a_payload_that_is_claimed_at_the_end_is_waited_for(pair: Pair) -> None:
+    pair.expect(100)
+    pair.theirs.pending.add(1)
+    pair.push("k", 1, 90)
+    filled = pair.posts.claim("k")
+    assert filled is not None
+    pair.posts.retire()
+    assert not pair.posts.is_over
+    assert pair.posts.let_go(filled)
+    assert not pair.posts.is_over
+    pair.theirs.pending.clear()
+    assert pair.posts.is_over
 
 
 @pytest.mark.parametrize("end", ["copied", "sender gone"])
