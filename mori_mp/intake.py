@@ -69,8 +69,6 @@ class Intake:
     ) -> None:
         self.host = host
         self.device: Place | None = None
-        self.reclaim: Callable[[], None] = lambda: None
-        """Takes back slots of the GPU pool that are posted to senders."""
         self._board = board
         self.timeouts = timeouts
         self._decode_view = decode_view
@@ -97,8 +95,7 @@ class Intake:
             return Slot(place, slots.alloc(size), size)
         except PoolExhausted as full:
             exhausted = full
-        if device:  # rather all these than the payload that is asked for
-            self.reclaim()
+        slots.reclaim()  # rather all these than the payload that is asked for
         self._drop_before(time.monotonic(), place)
         told = False
         while True:

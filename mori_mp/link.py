@@ -424,9 +424,22 @@ class Link:
         if posts is not None:
             self._former_posts.append(posts)
 
+    def reclaim_posts(self) -> None:
+        """Take back what can be of all that this sender, or a former one, may push into.
+
+        Not for handlers and finalizers.
+        """
+        self._retire_posts()
+        posts = self.posts
+        if posts is not None:
+            posts.reclaim()
+
     def _retire_posts(self) -> None:
         while self._former_posts:
-            posts = self._former_posts.popleft()
+            try:
+                posts = self._former_posts.popleft()
+            except IndexError:  # another thread has taken it
+                return
             posts.retire()
             if not posts.is_over:
                 self._retired_posts.append(posts)

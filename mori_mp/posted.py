@@ -1,7 +1,7 @@
 """The receiver's end of posts (`mori_mp.shared.posts`): slots of our GPU pool that one sender may fill.
 
 What is posted follows what comes: slots for the sizes of the last payloads of that sender. All posts together
-take no more than half of the pool, and are taken back when a get() finds no room for its payload. A payload
+take no more than half of the pool, and are taken back when a get() or put() finds no room. A payload
 in a posted slot is a copy of one that the sender still has, so it may be dropped at any time; its slot is
 free when the sender's GPU is done with it.
 """

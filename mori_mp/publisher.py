@@ -273,6 +273,7 @@ class Publisher:
         self.collect()
         deadline = time.monotonic() + POOL_WAIT_SECONDS
         while True:
+            slots.reclaim()  # rather this payload than those that we may receive
             try:
                 return slots.alloc(size)
             except PoolExhausted:

@@ -82,7 +82,7 @@ class Receiver:
         place = DevicePlace(pool)
         self._us.device_engine_desc, self._us.device_mem_desc = place.engine_desc, place.mem_desc
         self._intake.device = place
-        self._intake.reclaim = self._reclaim_posts
+        pool.slots.reclaim = self._reclaim_posts
         self._fetcher.use_device(pool)
 
     @property
@@ -259,8 +259,7 @@ class Receiver:
 
     def _reclaim_posts(self) -> None:
         for link in list(self._links.values()):
-            if link.posts is not None:
-                link.posts.reclaim()
+            link.reclaim_posts()
 
     def forget(self, key: str) -> None:
         """Do not ask for a key any more, on whichever edge; what came late is dropped."""

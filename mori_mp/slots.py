@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from mori_mp.allocator import PoolAllocator
 from mori_mp.shared.errors import PoolExhausted
@@ -28,6 +29,8 @@ class Slots:
         self._lock = threading.Lock()
         self._owners: dict[int, int] = {}
         self._returned: deque[int] = deque()
+        self.reclaim: Callable[[], None] = lambda: None
+        """Takes back slots that others may fill and have not, for who finds no room. Not for finalizers."""
 
     def alloc(self, size: int) -> int:
         """Return the offset of a new slot with one owner. Raises PoolExhausted."""

@@ -186,6 +186,34 @@ def test_posts_give_way_to_a_payload_that_needs_the_pool(stages: Stages) -> None
         assert receiver("get", f"k{number}", None, 20.0)["digest"] == crc(number, SIZE)
 
 
+def test_posts_give_way_to_a_payload_that_is_put(stages: Stages) -> None:
+    sender, port = stages.make(0, role="sender", zmq_port=0, stage_id=0)
+    upstream = {"from_stage": 0, "to_stage": 1, "sender_host": "127.0.0.1", "sender_zmq_port": port}
+    middle, _ = stages.make(1, role="dual", zmq_port=0, stage_id=1, **upstream)
+    acquaint(sender, middle, MB)
+    for number in range(4):
+        send(sender, middle, f"k{number}", number, MB)
+    middle("get", "nothing", None, 0.05)  # posts what is still to be posted
+    assert posted(middle) == 4 * MB
+    middle("tensor", "large", 9, 6 * MB)
+    ok, _, _ = middle("put", "large", "large", "1_2")
+    assert ok
+
+
+def test_what_is_posted_to_a_sender_that_has_gone_gives_way(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver, MB)
+    for number in range(4):
+        send(sender, receiver, f"k{number}", number, MB)
+    receiver("get", "nothing", None, 0.05)  # posts what is still to be posted
+    assert posted(receiver) == 4 * MB
+    port = sender("port")
+    sender.end()
+    successor, _ = stages.make(0, role="sender", zmq_port=port, stage_id=0)
+    send(successor, receiver, "large", 9, 6 * MB)
+    assert used(receiver) == 0
+
+
 def test_a_second_receiver_on_the_edge_ends_the_pushing(stages: Stages) -> None:
     sender, receiver = stages.pair()
     acquaint(sender, receiver)
