@@ -17,6 +17,7 @@ from mori_mp.shared import wire
 from mori_mp.shared.claims import Claims
 from mori_mp.shared.messages import Job, Publish
 from mori_mp.shared.pool import BLOCK, Pool
+from mori_mp.workers import broker as broker_module
 from mori_mp.workers.broker import Broker, Limits
 from mori_mp.workers.identity import Identity
 from mori_mp.workers.landings import MAX_WRITES
@@ -722,6 +723,27 @@ def test_a_pushed_payload_may_be_settled_before_it_is_heard_of(rig: Rig) -> None
     assert rig.freed() == [7]
     assert rig.entries()["published"] == 0
     assert rig.counters()["pushed"] == 1
+
+
+def test_a_payload_may_be_settled_long_before_it_is_published(rig: Rig) -> None:
+    """Its receiver has taken it where it was pushed, and the stage's word of it waits for room."""
+    rig.hello()
+    rig.send(wire.Settle([7], [], EPOCH))
+    assert rig.freed() == []
+    rig.publish(generation=7, pushed=True)
+    assert rig.freed() == [7]
+    assert rig.entries()["published"] == 0
+
+
+def test_of_what_is_settled_too_early_the_newest_is_remembered(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_module, "MAX_AHEAD", 2)
+    rig.hello()
+    rig.send(wire.Settle([7, 8, 9], [], EPOCH))
+    for generation in (7, 8, 9):
+        rig.publish(f"{generation}@0_1", generation=generation)
+    assert rig.freed() == [8, 9]
 
 
 def test_settlements_of_another_stage_mean_nothing(rig: Rig) -> None:

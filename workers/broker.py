@@ -43,6 +43,8 @@ from mori_mp.workers.targets import Targets
 
 logger = logging.getLogger(__name__)
 
+MAX_AHEAD = 16_384
+
 
 class Limits(NamedTuple):
     """Bytes and seconds."""
@@ -74,6 +76,7 @@ class Broker:
         self.us = us
         self._host_bytes = host_bytes
         self._catch_up = catch_up
+        self._ahead: dict[int, None] = {}  # settled before we have heard of them; the newest MAX_AHEAD
         self.meters = meters if meters is not None else SenderMeters()
         self.faults = faults if faults is not None else Faults("control")
         self.limits = limits
@@ -112,6 +115,9 @@ class Broker:
             device=device,
             event=message.event,
         )
+        if self._ahead and message.generation in self._ahead:
+            del self._ahead[message.generation]
+            actions += self.ledger.consumed(message.generation, False)
         if lessee and self._board.was_released(slot, message.generation):
             actions += self.ledger.release(message.generation, lessee)
         elif lessee:
@@ -225,6 +231,10 @@ class Broker:
         for generation in settle.consumed:
             if self.ledger.find(generation) is None:
                 self._catch_up()  # a pushed payload can be taken before we have heard of it
+            if self.ledger.find(generation) is None:  # still: the channel is full
+                self._ahead[generation] = None
+                if len(self._ahead) > MAX_AHEAD:
+                    del self._ahead[next(iter(self._ahead))]
             eager = session.give_credit(generation)
             if self.offers.retry(generation):
                 self.freed.append(generation)
