@@ -173,6 +173,7 @@ class Link:
     def _say_hello(self) -> None:
         self._hello_sent = time.monotonic()
         self._hello_pending = True
+        self.mailbox.renew()  # what was told before may be lost with the connection
         us = self._us
         self._post(
             wire.Hello(

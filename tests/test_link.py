@@ -724,6 +724,25 @@ def test_the_session_moves_back_when_the_lane_ends(
     second.close()
 
 
+def test_what_was_settled_on_a_lane_that_ends_is_settled_again(
+    link: Link, sender: Sender, board: Switchboard, lane_end: LaneEnd
+) -> None:
+    link.subscribe("0_1")
+    sender.welcomes(sender.hears(wire.Hello), lane=str(lane_end.path))
+    link.await_peer(time.monotonic() + SOON)
+    lane_end.accept()
+    lane_end.says(
+        msgspec.structs.replace(WELCOME, corr=lane_end.hears(wire.Hello).corr, lane=str(lane_end.path))
+    )
+    link.mailbox.mark_taken(5)
+    link.mailbox.took_unannounced(KEY, 5)
+    link.settle_later(5)
+    lane_end.connection.close()
+    sender.welcomes(Waiting(board, sender).for_(wire.Hello), lane=str(lane_end.path))
+    sender.says(wire.Ready(KEY, 5, 3, True, memoryview(b"")))
+    assert Waiting(board, sender).for_(wire.Settle) == wire.Settle([5], [], "stage0")
+
+
 def test_a_lane_that_is_refused_is_not_tried_over_and_over(
     link: Link, sender: Sender, board: Switchboard, lane_end: LaneEnd
 ) -> None:
