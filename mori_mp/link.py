@@ -89,7 +89,7 @@ class Link:
         self.welcome: wire.Welcome | None = None
         self.greeted = False  # a caller has waited for the first contact once
         self._edges: set[str] = set()
-        self._map_lock = threading.RLock()  # a finalizer that meets a new sender comes here in the middle
+        self._map_lock = threading.RLock()
         self._corrs = itertools.count(1)  # next() is atomic
         self._pulls = Pulls(self._post, self._corr)
         self._last_audit = 0.0
@@ -339,19 +339,22 @@ class Link:
         self._pulls.give_up(message, on_late, self._addressee)
 
     def settle(self, consumed: int | None = None, released: int | None = None) -> None:
-        """Tell the sender of one generation taken, or one lease ended. Safe in a finalizer."""
-        welcome = self.welcome
-        self._post(
-            wire.Settle(
-                [] if consumed is None else [consumed],
-                [] if released is None else [released],
-                "" if welcome is None else welcome.epoch,
-            )
+        """Tell the sender of one generation taken, or one lease ended.
+
+        Safe in a finalizer: no handler is called, which could need a lock that this thread holds.
+        """
+        self._settle_later(
+            [] if consumed is None else [consumed],
+            [] if released is None else [released],
         )
+        self._board.send_queued()
 
     def settle_later(self, consumed: int) -> None:
         """As settle(), but with the next message or `send_queued()`: nobody waits for it."""
-        message = wire.Settle([consumed], [], self.epoch)
+        self._settle_later([consumed], [])
+
+    def _settle_later(self, consumed: list[int], released: list[int]) -> None:
+        message = wire.Settle(consumed, released, self.epoch)
         (self._lane or self._line).post_later([wire.encode(message)])
 
     def send_queued(self) -> None:

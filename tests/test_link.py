@@ -603,6 +603,16 @@ def test_settlements_name_their_stage(welcome_link: Link, sender: Sender) -> Non
 # -- audits --------------------------------------------------------------------------------------------
 
 
+def test_a_settlement_calls_no_handler(welcome_link: Link, sender: Sender, board: Switchboard) -> None:
+    """It may come from a finalizer, in the middle of anything."""
+    sender.says(wire.Ready(KEY, 5, 3, True, memoryview(b"")))
+    assert welcome_link._line.pollable.poll(1000 * SOON)
+    welcome_link.settle(released=6)
+    assert sender.hears(wire.Settle) == wire.Settle([], [6], "stage0")
+    assert welcome_link.mailbox.get(KEY) is None
+    settle_down(board, lambda: welcome_link.mailbox.get(KEY))
+
+
 def test_audits_ask_for_what_was_missed_once_a_second(welcome_link: Link, sender: Sender) -> None:
     welcome_link.mailbox.get(KEY)
     now = time.monotonic()
