@@ -65,6 +65,8 @@ class LentDevice:
         if desc.pid == os.getpid():  # a process cannot import what it exported itself
             self._own = gpu_pool.lent_here(desc)
             self.address = self._own.memory.address
+            if self.size > self._own.memory.size:
+                raise WireError(f"it claims {self.size} bytes of a pool of {self._own.memory.size}")
             return
         self._sender = _open(desc.pid)
         try:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from mori_mp import posted as module
 from mori_mp import push
 from mori_mp.device_pool import DeviceSlots
+from mori_mp.lent_device import LentDevice
 from mori_mp.posted import PostedSlots, room_for
 from mori_mp.push import Push, Pusher
+from mori_mp.shared.errors import WireError
 from mori_mp.shared.pool import BLOCK, host_id
-from mori_mp.shared.posts import POSTED
+from mori_mp.shared.posts import POSTED, PostsDescriptor
+from mori_mp.workers.engines import gpu_pool
+from mori_mp.workers.engines.base import LocalMemory
 from mori_mp.workers.engines.gpu_pool import GpuPoolDescriptor
 from mori_mp.workers.engines.gpu_runtime import GpuError
 
@@ -46,6 +53,7 @@ class FakePool:
         return self.event
 
     def borrow(self, packed: bytes) -> FakeLent:
+        GpuPoolDescriptor.unpack(packed)
         return FakeLent(self)
 
 
@@ -440,6 +448,37 @@ def test_what_cannot_be_mapped_is_told_and_not_pushed_to(
     pair.pusher.set_target("0_9", b"junk")
     assert "not pushed" in caplog.text
     assert pair.pusher.push("0_9", 0, 90, 0) is None
+
+
+def test_a_receiver_that_lies_about_its_pool_is_not_pushed_to(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it says, the thread that is told so must go on."""
+    posts, pool = PostsDescriptor.unpack(pair.posts.packed), GpuPoolDescriptor.unpack(pair.ours.lend())
+    lies = [
+        msgspec.structs.replace(pool, pid=1 << 40).pack(),
+        msgspec.structs.replace(pool, pid=-1).pack(),
+        pair.ours.lend().replace(b"cuda", b"\xff" * 4),
+        pool.pack()[:-1],
+    ]
+    for number, lie in enumerate(lies):
+        caplog.clear()
+        pair.pusher.set_target(f"0_{number}", msgspec.structs.replace(posts, gpu_pool=lie).pack())
+        assert "not pushed" in caplog.text
+
+
+def test_a_receiver_that_makes_our_own_pool_larger_than_it_is_is_not_believed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = GpuPoolDescriptor.unpack(pair.theirs.lend())
+    ours: Any = SimpleNamespace(memory=LocalMemory(1 << 32, POOL, 0), events=[])
+    monkeypatch.setitem(gpu_pool._lent, (pool.handle, pool.offset), ours)
+    runtime: Any = SimpleNamespace(kind="cuda")
+    here = msgspec.structs.replace(pool, pid=os.getpid())
+    assert LentDevice(here.pack(), runtime, runtime, 0).address == 1 << 32
+    lie = msgspec.structs.replace(here, size=2 * POOL, allocation_size=2 * POOL)
+    with pytest.raises(WireError, match="claims"):
+        LentDevice(lie.pack(), runtime, runtime, 0)
 
 
 @pytest.mark.parametrize("over", [True, False])

@@ -24,6 +24,7 @@ import msgspec
 
 from mori_mp.shared.errors import EngineUnavailable, WireError
 from mori_mp.shared.pool import host_id
+from mori_mp.shared.wire import MAX_PID
 from mori_mp.workers.engines import gpu_runtime
 from mori_mp.workers.engines.base import LocalMemory
 from mori_mp.workers.engines.gpu_runtime import HANDLE_BYTES, GpuError, GpuRuntime
@@ -59,14 +60,15 @@ class GpuPoolDescriptor(msgspec.Struct, array_like=True, frozen=True):
         """Decode a descriptor. Raises WireError."""
         try:
             desc = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
             raise WireError(f"undecodable GPU pool descriptor of {len(data)} bytes: {exc}") from None
         if (
             len(desc.handle) != HANDLE_BYTES
             or any(len(event) != HANDLE_BYTES for event in desc.events)
             or not 0 <= desc.offset < desc.offset + desc.size <= desc.allocation_size
+            or not 0 < desc.pid <= MAX_PID
         ):
-            raise WireError("impossible GPU pool descriptor: handles or sizes do not fit")
+            raise WireError("impossible GPU pool descriptor: handles, sizes or process do not fit")
         return desc
 
 
