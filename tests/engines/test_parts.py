@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,14 @@ def test_a_process_is_watched_until_it_has_gone(process: subprocess.Popen[bytes]
     watched.close()
     with pytest.raises(EngineUnavailable, match="has exited"):
         PeerProcess.exact(process.pid, 1)
+
+
+def test_many_threads_may_ask_whether_a_process_has_gone(process: subprocess.Popen[bytes]) -> None:
+    watched = PeerProcess.exact(process.pid, start_time(process.pid))
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(lambda: [watched.gone() for _ in range(20_000)]) for _ in range(4)]
+        assert not any(any(each.result()) for each in asked)
+    watched.close()
 
 
 def test_another_process_with_its_pid_is_not_taken_for_it(process: subprocess.Popen[bytes]) -> None:
