@@ -42,6 +42,9 @@ class StillCopying(TransferFailed):
 class LentDevice:
     """A mapped GPU pool with its events. Thread-safe; sizes and offsets in bytes.
 
+    Its process is watched for as long as this object lives: slots may wait for its end when it is not mapped
+    any more.
+
     runtime keeps the GIL in its calls, waiting does not; device is our own GPU, which copies.
     """
 
@@ -260,7 +263,6 @@ class LentDevice:
         waiting = self._waiting
         handle, self._handle = self._handle, b""
         events, self._events = self._events, []
-        self._sender.close()
         with suppress(GpuError), waiting.current(self._device):  # a lost context has none of these
             while self._idle:
                 stream, done = self._idle.popleft()

@@ -464,7 +464,7 @@ class Link:
         device, self._device = self._device, None
         if device is not None and device[1] is not None:
             device[1].retire()
-            self._retired_devices.append(device[1])
+            self._retired_devices = [one for one in (*self._retired_devices, device[1]) if one.busy]
 
     def close(self) -> None:
         """Let go of the lent pool; the switchboard closes the sockets."""

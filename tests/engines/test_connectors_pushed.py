@@ -214,6 +214,22 @@ def test_what_is_posted_to_a_sender_that_has_gone_gives_way(stages: Stages) -> N
     assert used(receiver) == 0
 
 
+def test_what_a_sender_that_has_gone_had_pushed_is_let_go_of(stages: Stages) -> None:
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver, MB)
+    receiver("get", "nothing", None, 0.05)  # posts what is still to be posted
+    for number in range(3):  # nobody asks for these
+        sender("tensor", f"k{number}", number, MB)
+        sender("put", f"k{number}", f"k{number}")
+    port = sender("port")
+    sender.end()
+    successor, _ = stages.make(0, role="sender", zmq_port=port, stage_id=0)
+    send(successor, receiver, "next", 9, MB)
+    receiver("get", "nothing", None, 0.05)
+    assert used(receiver) == 0
+    assert receiver("reclaim")["used_bytes"] == 0
+
+
 def test_a_second_receiver_on_the_edge_ends_the_pushing(stages: Stages) -> None:
     sender, receiver = stages.pair()
     acquaint(sender, receiver)

@@ -69,9 +69,13 @@ class PeerProcess:
         return self._pidfd >= 0 and self._has_exited()
 
     def close(self) -> None:
+        """Watch it no more; it is not `gone` then, whatever becomes of it. Also at the end of this object."""
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def start_time(pid: int) -> int:
