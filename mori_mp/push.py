@@ -86,7 +86,7 @@ class Pusher:
     def set_target(self, edge: str, packed: bytes) -> None:
         """Push payloads of an edge to the receiver that posts so; b"" for to none.
 
-        For the supervisor's thread, which has ended when close() is called.
+        For the supervisor's thread.
         """
         with self._lock:
             before = self._targets.get(edge)
@@ -101,6 +101,8 @@ class Pusher:
         with self._lock:
             if target is None:
                 self._targets.pop(edge, None)
+            elif self._closed:  # close() does not wait for us for ever
+                target.close()
             else:
                 self._targets[edge] = target
             # Another receiver may take these now.
@@ -174,6 +176,8 @@ class Pusher:
         """Have receivers read these payloads no more: they are withdrawn, replaced, or delivered."""
         with self._lock:
             self._withdraw(generations)
+            if self._leaving and not self._closed:
+                self._part_with(None)
 
     def _withdraw(self, generations: Iterable[int]) -> None:
         for generation in generations:

@@ -421,6 +421,30 @@ def test_a_receiver_is_let_go_of_after_the_last_copy_in_whichever_order_they_are
     assert target.memory.retired  # type: ignore[attr-defined]
 
 
+def test_a_receiver_that_has_left_is_not_kept_until_the_next_one_comes(pair: Pair) -> None:
+    pair.expect(100)
+    pair.theirs.pending.add(1)
+    push = pair.push("k", 1, 90)
+    assert push is not None
+    pair.pusher.set_target(EDGE, b"")
+    pair.pusher.withdraw([])
+    assert not push.target.memory.retired  # type: ignore[attr-defined]
+    pair.theirs.pending.clear()
+    pair.pusher.withdraw([])
+    assert push.target.memory.retired  # type: ignore[attr-defined]
+
+
+def test_a_receiver_that_is_named_after_the_end_is_let_go_of(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent = FakeLent(pair.theirs)
+    monkeypatch.setattr(pair.theirs, "borrow", lambda packed: lent)
+    pair.pusher.close()
+    pair.pusher.set_target("0_2", pair.posts.packed)
+    assert lent.retired
+    assert pair.pusher.push("0_2", 0, 90, 0) is None
+
+
 @pytest.mark.parametrize("filled", ["before", "after"])
 def test_a_receiver_that_is_no_more_alone_on_an_edge_does_not_find_what_was_pushed(
     pair: Pair, filled: str
