@@ -84,6 +84,8 @@ class DevicePool:
         self._lent: LentPool | None = None
         self._passive: Passive | None = None
         self._push_stream = 0
+        self._streams = [0] * EVENTS  # by event, the stream that it was recorded on
+        self._pushed = -1, 0  # the event behind the last push, and the stream that its payload came on
         self._halfway = 0  # an event that no other process knows
         self._halfway_of = -1  # the event of the copy that it was recorded in the middle of
         self._next_event = 0
@@ -146,9 +148,13 @@ class DevicePool:
         """Enqueue the copy of a slot, behind an event, to an address of a peer's pool.
 
         It runs on a stream of the pool's own. Returns the event behind it; None, with nothing enqueued, if
-        there is no free event. Raises GpuError.
+        there is no free event, or the last push still waits for another stream than this one's payload came
+        on. Raises GpuError.
         """
         with self._lock, self._runtime.current(self.number):
+            last, caller = self._pushed
+            if last >= 0 and caller != self._streams[event] and not self.has_happened(last):
+                return None  # it would wait for another stream's work
             ended = self._happened_event(but=event)
             if ended is None or self._lent is None:
                 return None
@@ -162,12 +168,14 @@ class DevicePool:
             self._runtime.stream_wait_event(stream, self._lent.events[event].handle)
             self._runtime.memcpy_async(target + half, source + half, size - half, stream)
             self._record(ended, stream)
+            self._pushed = ended, self._streams[event]
             return ended
 
     def _record(self, event: int, stream: int) -> None:
         assert self._lent is not None
         if self._halfway_of == event:
             self._halfway_of = -1
+        self._streams[event] = stream
         self._runtime.event_record(self._lent.events[event].handle, stream)
 
     def _free_event(self) -> int:

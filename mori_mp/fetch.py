@@ -69,6 +69,9 @@ class Fetcher:
             posts.drop(filled)
             self._intake.fault("get_failed", f"a push cannot be taken: {exc}", key, link)
             return None
+        except BaseException:  # a keyboard interrupt
+            posts.let_go(filled)
+            raise
         if not arrived:
             if posts.let_go(filled):
                 return None  # with its sender

@@ -29,6 +29,7 @@ from mori_mp.shared.pool import BLOCK
 from mori_mp.shared.syscalls import copy_memory
 from mori_mp.shared.tracing import Tracer
 from mori_mp.slots import PoolSlots, Slots
+from mori_mp.workers.engines.gpu_runtime import GpuError
 from mori_mp.workers.hot import HotChannel
 
 logger = logging.getLogger(__name__)
@@ -227,7 +228,11 @@ class Publisher:
     def _push(self, key: str, offset: int, size: int, event: int) -> Push | None:
         if self._pusher is None:
             return None
-        return self._pusher.push(wire.edge_of(key), offset, size, event)
+        try:
+            return self._pusher.push(wire.edge_of(key), offset, size, event)
+        except GpuError as exc:  # the payload itself is in its slot
+            logger.error("put of %r: it is not pushed to its receiver: %s", key, exc)
+            return None
 
     def _own_slot(self, key: str, data: ManagedBuffer) -> _InPlace | None:
         """Take a share of the slot of one of our own buffers, to publish it as it is."""

@@ -150,6 +150,10 @@ class Stage:
     def close(self) -> None:
         self._ours().close()
 
+    def use_another_stream(self) -> None:
+        """Have the current stream of the emulated GPU be a new one."""
+        EmulatedAccelerator._streams.pop(self._device, None)
+
     def halve_from(self, size: int) -> None:
         """Have copies of at least so many bytes pushed in halves."""
         device_pool._HALVES_BYTES = size

@@ -77,6 +77,42 @@ def test_payloads_ahead_of_the_receiver_arrive_in_their_own_slots(stages: Stages
     assert 1 < pushed(receiver) < 13
 
 
+def test_a_push_that_fails_costs_nothing_but_the_push(held_stages: Stages) -> None:
+    sender, receiver = held_stages.pair()
+    acquaint(sender, receiver)
+    before = pushed(receiver)
+    sender("tensor", "x", 9, SIZE)
+    sender.block["fail_copy"] = 2  # the first is the one into the pool
+    ok, _, metadata = sender("put", "k", "x")
+    assert ok
+    assert receiver("get", "k", metadata, 10.0)["digest"] == crc(9, SIZE)
+    receiver("release", "k")
+    assert pushed(receiver) == before
+    eventually(lambda: (sender("collect"), used(sender) == 0)[1], "settled")
+
+
+def test_a_push_does_not_wait_for_another_stream(held_stages: Stages) -> None:
+    """Pushes have one stream: behind one that is stalled, what comes on another stream is offered."""
+    sender, receiver = held_stages.pair()
+    acquaint(sender, receiver)
+    before = sender("health")["sender"]["counters"]["pushed"]
+    sender("tensor", "x", 9, SIZE)
+    sender.block["hold"] = 1
+    sender("put", "stalled", "x")
+    sender("put", "behind", "x")
+    sender("use_another_stream")
+    sender("put", "other", "x")
+    eventually(lambda: receiver("health")["queues"]["ready_notices"] == 3, "all announced")
+    assert sender("health")["sender"]["counters"]["pushed"] == before + 2
+    sender.block["hold"] = 0
+    for key in ("other", "stalled", "behind"):
+        assert receiver("get", key, None, 10.0)["digest"] == crc(9, SIZE)
+        receiver("release", key)
+    sender("put", "later", "x")
+    assert receiver("get", "later", None, 10.0)["digest"] == crc(9, SIZE)
+    assert sender("health")["sender"]["counters"]["pushed"] == before + 3
+
+
 def test_large_payloads_are_pushed_in_halves(held_stages: Stages) -> None:
     """The first half of the way across begins when half of the way into the pool is done."""
     sender, receiver = held_stages.pair()
