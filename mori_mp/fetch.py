@@ -54,7 +54,7 @@ class Fetcher:
     # ---------------------------------------------------------------------------- pushed
     def pushed(self, link: Link, key: str, deadline: float | None) -> Pushed | None:
         """Deliver a payload that the sender has pushed; None if there is none. deadline: as for fetch()."""
-        posts = link.posts
+        posts = link.memory.posts
         filled = posts.claim(key) if posts is not None else None
         if posts is None or filled is None:
             return None
@@ -88,7 +88,7 @@ class Fetcher:
 
     def _expect(self, link: Link, size: int) -> None:
         """Have the sender push payloads like this one from now on, if it can."""
-        posts = link.posts_for(self._new_posts)
+        posts = link.memory.posts_for(self._new_posts)
         if posts is not None:
             posts.expect(size)
             if posts.is_out(size):
@@ -96,8 +96,9 @@ class Fetcher:
 
     def restock(self, link: Link) -> None:
         """Do what is better done while there is nothing to deliver."""
-        if link.posts is not None and link.posts.depleted:
-            link.posts.replenish()
+        posts = link.memory.posts
+        if posts is not None and posts.depleted:
+            posts.replenish()
 
     def _new_posts(self, sender: LentDevice, epoch: str) -> PostedSlots:
         assert self._device is not None
@@ -154,7 +155,7 @@ class Fetcher:
         link, ready = order.link, order.ready
         generation = ready.generation
         try:
-            lent = link.lent_pool()
+            lent = link.memory.pool()
             buffer = lent.claim(
                 ready.offset, ready.size, generation, lambda: link.settle(consumed=generation)
             )
@@ -173,7 +174,7 @@ class Fetcher:
         """Copy an offered payload from the sender's GPU pool into ours."""
         link, ready = order.link, order.ready
         pool, generation = self._device, ready.generation
-        lent = link.lent_device(pool.borrow) if pool is not None else None
+        lent = link.memory.device(pool.borrow) if pool is not None else None
         if lent is None or pool is None:
             return None
         slot = self._intake.slot(ready.key, ready.size, order.deadline, device=True)
@@ -181,7 +182,7 @@ class Fetcher:
             return None
         claim, copied, late = None, False, None
         try:
-            claim = link.lent_pool().claim_device(
+            claim = link.memory.pool().claim_device(
                 ready.offset, ready.size, generation, lambda: link.settle_later(generation)
             )
             if claim is not None:
@@ -256,7 +257,7 @@ class Fetcher:
         """Take over a lease that the sender has granted; None if another call has the payload."""
         generation = done.generation
         try:
-            lent = link.lent_pool()
+            lent = link.memory.pool()
             buffer = lent.lease(done.offset, done.size, generation, lambda: link.settle(released=generation))
         except (EngineUnavailable, WireError) as exc:
             link.settle(released=generation)

@@ -14,22 +14,17 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from mori_mp.lent import LentPool
-from mori_mp.lent_device import LentDevice
 from mori_mp.link_v1 import V1Requests
 from mori_mp.mailbox import Mailbox
-from mori_mp.posted import PostedSlots
 from mori_mp.pulls import LateHandler, Pulls, who
+from mori_mp.sender_memory import SenderMemory
 from mori_mp.shared import wire
-from mori_mp.shared.errors import EngineUnavailable, WireError
+from mori_mp.shared.errors import WireError
 from mori_mp.shared.faults import Faults
-from mori_mp.shared.pool import Pool, PoolDescriptor
 from mori_mp.switchboard import Line, Switchboard
 
 logger = logging.getLogger(__name__)
@@ -89,7 +84,6 @@ class Link:
         self.welcome: wire.Welcome | None = None
         self.greeted = False  # a caller has waited for the first contact once
         self._edges: set[str] = set()
-        self._map_lock = threading.RLock()
         self._corrs = itertools.count(1)  # next() is atomic
         self._pulls = Pulls(self._post, self._corr)
         self._last_audit = 0.0
@@ -98,15 +92,9 @@ class Link:
         self._hello_sent = 0.0
         self._welcomes = 0
         self._hello_pending = False
-        self._lent: tuple[str, LentPool] | None = None  # epoch, pool
-        self._device: tuple[str, LentDevice | None] | None = None  # the same of its GPU pool
-        self.posts: PostedSlots | None = None  # what it may push into
-        self._former_posts: deque[PostedSlots] = deque()  # those of former senders, still to be retired
-        self._retired_posts: list[PostedSlots] = []
-        self._retired_devices: list[LentDevice] = []
         self._lane: Line | None = None
         self._lane_of: tuple[str, int] | None = None  # who offered the lane that was tried last
-        self._closed = False
+        self.memory = SenderMemory(self.address, lambda: self.welcome, self._say_hello)
         self._line = board.open(self.address, self._receive, wire.MAX_NOTICE_BYTES)
         self.v1 = V1Requests(board, self.address, self._greet_again)
 
@@ -174,7 +162,7 @@ class Link:
         self._hello_sent = time.monotonic()
         self._hello_pending = True
         self.mailbox.renew()  # what was told before may be lost with the connection
-        us = self._us
+        us, posts = self._us, self.memory.posts
         self._post(
             wire.Hello(
                 self._corr(),
@@ -189,7 +177,7 @@ class Link:
                 us.lease,
                 us.device_engine_desc,
                 us.device_mem_desc,
-                self.posts.packed if self.posts is not None else b"",
+                posts.packed if posts is not None else b"",
             )
         )
 
@@ -298,9 +286,7 @@ class Link:
         self._faults.report(logger, "sender_restarted", text, peer=self.address, level=logging.WARNING)
         if not same_stage:
             self.mailbox = Mailbox()
-            self._leave_posts()
-            with self._map_lock:  # what a stage that is gone has lent keeps its memory from being free
-                self._retire_device()
+            self.memory.sender_replaced()
             self._pulls.stage_replaced(welcome.epoch)
         else:
             self.mailbox.renew()
@@ -371,106 +357,6 @@ class Link:
         """Landing writes that were given up and may still be coming."""
         return self._pulls.given_up
 
-    # --------------------------------------------------------------------------- leases
-    def lent_pool(self) -> LentPool:
-        """Return the sender's pool, mapped. Raises EngineUnavailable when it is out of reach."""
-        with self._map_lock:
-            welcome = self.welcome
-            if welcome is None or self._closed:
-                raise EngineUnavailable(f"the pool of the sender at {self.address} is not to be had any more")
-            if self._lent is not None and self._lent[0] == welcome.epoch:
-                return self._lent[1]
-            self._retire_pool()
-            lent = LentPool(Pool.open_peer(PoolDescriptor.unpack(welcome.mem_desc)))
-            self._lent = welcome.epoch, lent
-            return lent
-
-    def lent_device(self, borrow: Callable[[bytes], LentDevice]) -> LentDevice | None:
-        """Return the sender's GPU pool, mapped by borrow(); None if out of reach, which is said once."""
-        with self._map_lock:
-            welcome = self.welcome
-            if self._device is not None and welcome is not None and self._device[0] == welcome.epoch:
-                return self._device[1]
-            self._retire_device()
-            if welcome is None or self._closed or not welcome.device_desc:
-                return None
-            lent: LentDevice | None = None
-            try:
-                lent = borrow(welcome.device_desc)
-            except (EngineUnavailable, WireError) as exc:
-                logger.warning(
-                    "GPU payloads of the sender at %s are written by its workers: its GPU pool cannot be "
-                    "read from here: %s",
-                    self.address,
-                    exc,
-                )
-            self._device = welcome.epoch, lent
-            return lent
-
-    def posts_for(self, make: Callable[[LentDevice, str], PostedSlots]) -> PostedSlots | None:
-        """Return what the sender may push into, made on first use for its epoch; None if it does not push.
-
-        Not for handlers and finalizers.
-        """
-        self._retire_posts()
-        with self._map_lock:
-            welcome, device = self.welcome, self._device
-            if welcome is None or self._closed or not welcome.pushes or device is None:
-                return None
-            if self.posts is not None or device[0] != welcome.epoch or device[1] is None:
-                return self.posts
-            self.posts = posts = make(device[1], welcome.epoch)
-        self._say_hello()
-        return posts
-
-    def _leave_posts(self) -> None:
-        posts, self.posts = self.posts, None
-        if posts is not None:
-            self._former_posts.append(posts)
-
-    def reclaim_posts(self) -> None:
-        """Take back what can be of all that this sender, or a former one, may push into.
-
-        Not for handlers and finalizers.
-        """
-        self._retire_posts()
-        posts = self.posts
-        if posts is not None:
-            posts.reclaim()
-
-    def _retire_posts(self) -> None:
-        while self._former_posts:
-            try:
-                posts = self._former_posts.popleft()
-            except IndexError:  # another thread has taken it
-                return
-            posts.retire()
-            if not posts.is_over:
-                self._retired_posts.append(posts)
-
-    @property
-    def late_copies(self) -> bool:
-        """Tell whether a GPU copy into our pool may still be under way, once the link is closed."""
-        self._retired_posts = [posts for posts in self._retired_posts if not posts.is_over]
-        self._retired_devices = [device for device in self._retired_devices if device.busy]
-        return bool(self._retired_posts or self._retired_devices)
-
-    def _retire_pool(self) -> None:
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            lent[1].retire()
-
-    def _retire_device(self) -> None:
-        device, self._device = self._device, None
-        if device is not None and device[1] is not None:
-            device[1].retire()
-            self._retired_devices = [one for one in (*self._retired_devices, device[1]) if one.busy]
-
     def close(self) -> None:
-        """Let go of the lent pool; the switchboard closes the sockets."""
-        with self._map_lock:
-            self._closed = True
-            self._leave_posts()
-            self._retire_posts()
-            self._retire_pool()
-            self._retire_device()
+        """Let go of the sender's memory; the switchboard closes the sockets."""
+        self.memory.close()

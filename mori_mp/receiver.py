@@ -90,7 +90,7 @@ class Receiver:
         """Tell whether a write into the GPU pool may still come."""
         if self._intake.device is not None:
             self._intake.device.slots.collect()  # which asks for the end of copies
-        late = [link.late_copies for link in list(self._links.values())]
+        late = [link.memory.late_copies for link in list(self._links.values())]
         return any(late) or self._intake.late_device_writes
 
     # ---------------------------------------------------------------------------- links
@@ -253,13 +253,14 @@ class Receiver:
     def _announced(self, link: Link, key: str) -> wire.Ready | None:
         if self._intake.has_late(key):
             return _LATE
-        if link.posts is not None and link.posts.has(key):
+        posts = link.memory.posts
+        if posts is not None and posts.has(key):
             return _PUSHED
         return link.mailbox.get(key)
 
     def _reclaim_posts(self) -> None:
         for link in list(self._links.values()):
-            link.reclaim_posts()
+            link.memory.reclaim_posts()
 
     def forget(self, key: str) -> None:
         """Do not ask for a key any more, on whichever edge; what came late is dropped."""

@@ -820,9 +820,9 @@ def test_the_lent_pool_is_that_of_the_stage_that_is_there_now(
         hello = Waiting(board, sender).for_(wire.Hello)
         sender.welcomes(hello, epoch=f"stage{number}", mem_desc=pool.descriptor().pack())
         settle_down(board, lambda n=number: link.welcome is not None and link.welcome.epoch == f"stage{n}")
-        lent = link.lent_pool()
+        lent = link.memory.pool()
         assert bytes(lent.view(0, 5)) == b"pool%d" % number
-        assert link.lent_pool() is lent
+        assert link.memory.pool() is lent
         sender.says(wire.Stranger(0))
 
 
@@ -830,7 +830,7 @@ def test_no_pool_is_lent_after_the_end(link: Link, sender: Sender, pools: list[P
     link.subscribe("0_1")
     sender.welcomes(sender.hears(wire.Hello), mem_desc=pools[0].descriptor().pack())
     link.await_peer(time.monotonic() + SOON)
-    link.lent_pool()
+    link.memory.pool()
     link.close()
     with pytest.raises(EngineUnavailable):
-        link.lent_pool()
+        link.memory.pool()
