@@ -92,7 +92,10 @@ class Pusher:
             before = self._targets.get(edge)
             if before is not None and before.packed == packed:
                 return
-            target = next((one for one in self._targets.values() if one.packed == packed), None)
+            known = (*self._targets.values(), *self._leaving)
+            target = next((one for one in known if one.packed == packed), None)
+            if target in self._leaving:
+                self._leaving.remove(target)  # else its end would be told of copies that begin now
         if target is None and packed:
             try:
                 target = _Target(packed, self._pool)
@@ -101,8 +104,10 @@ class Pusher:
         with self._lock:
             if target is None:
                 self._targets.pop(edge, None)
-            elif self._closed:  # close() does not wait for us for ever
+            elif self._closed and self._is_over(target):  # close() does not wait for us for ever
                 target.close()
+            elif self._closed:
+                _kept.append(target)
             else:
                 self._targets[edge] = target
             # Another receiver may take these now.

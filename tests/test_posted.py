@@ -466,6 +466,23 @@ def test_a_receiver_that_is_no_more_alone_on_an_edge_does_not_find_what_was_push
     assert pair.posts.has("other")
 
 
+def test_a_receiver_that_is_pushed_to_again_is_not_let_go_of(pair: Pair) -> None:
+    """When the last copy of the first time ends, those of the second may be under way."""
+    pair.expect(100, 100)
+    pair.theirs.pending |= {1, 2}
+    pair.push("k", 1, 90)
+    pair.pusher.set_target(EDGE, b"")
+    pair.pusher.set_target(EDGE, pair.posts.packed)
+    pair.theirs.event = 2
+    pair.push("l", 2, 90)
+    pair.theirs.pending.discard(1)
+    pair.pusher.withdraw([])
+    filled = pair.posts.claim("l")
+    assert filled is not None
+    assert filled.event == 2
+    pair.posts.drop(filled)
+
+
 def test_what_cannot_be_mapped_is_told_and_not_pushed_to(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
