@@ -16,7 +16,7 @@ The posts are records in a memfd that the receiver makes, one for each posted sl
     WRITING -> POSTED          sender, nothing was enqueued
     WRITING -> FILLED          sender, after event, generation, size and key: the copy is enqueued
     POSTED -> FREE             receiver, holding the lock of the record
-    FILLED -> FREE             receiver, once the copy has ended
+    FILLED -> FREE             receiver; it uses the slot again once the copy has ended
 
 `event` numbers the event of the sender's pool that the copy is complete behind, -1 once it is known to be.
 `withdrawn` is the generation that is not wanted any more; the sender writes it. The lock is an open file
