@@ -61,6 +61,7 @@ class LentPool:
         self._tensor = torch.frombuffer(pool.view, dtype=torch.uint8)
         self._claims = Claims(pool.fd)
         self._open: dict[int, object] = {}  # by generation
+        self._locking: dict[int, object] = {}  # by slot: the claim, or attempt at one, that has its lock
         self._retired = False
         self._mapped = [pool]
 
@@ -127,22 +128,31 @@ class LentPool:
     def _claim(self, slot: int, generation: int, settle: Callable[[], None]) -> Claim | None:
         if _enter(self._pool.name, generation, leased=False) is not None or not self._reserve(generation):
             return None
-        locked = self._claims.take(slot)
-        if not locked or self._pool.board.generation(slot) != generation:
-            if locked:
-                self._claims.drop(slot)
+        ours = object()
+        if self._locking.setdefault(slot, ours) is not ours:  # the lock is one for all of this mapping
+            self._give_up(generation)
+            return None
+        if not self._claims.take(slot):
+            del self._locking[slot]
             self._give_up(generation)
             return None
 
-        def end() -> None:
+        def unlock() -> None:
             self._claims.drop(slot)
+            del self._locking[slot]
+
+        def end() -> None:
+            unlock()
             self._end(generation)
             settle()
 
         def drop() -> None:
-            self._claims.drop(slot)
+            unlock()
             self._give_up(generation)
 
+        if self._pool.board.generation(slot) != generation:
+            drop()
+            return None
         return Claim(end, drop)
 
     def _give_up(self, generation: int) -> None:

@@ -133,6 +133,49 @@ def test_an_offer_that_has_gone_is_not_read(sender: Sender, lent: LentPool) -> N
     opened(lent.claim(2 * BLOCK, 100, 9, sender.settle("claim"))).release()
 
 
+def test_a_claim_that_comes_too_late_does_not_end_that_of_a_newer_payload(
+    sender: Sender, lent: LentPool
+) -> None:
+    """The notice of a payload that is gone may be tried while its slot's next one is being read."""
+    sender.pool.board.offer(2, 10)
+    buffer = opened(lent.claim(2 * BLOCK, 100, 10, sender.settle("newer")))
+    assert lent.claim(2 * BLOCK, 100, 9, sender.settle("late")) is None
+    assert not sender.may_free(2)
+    buffer.release()
+    assert sender.may_free(2)
+    assert sender.settled == ["newer"]
+    sender.pool.board.offer(2, 11)
+    opened(lent.claim(2 * BLOCK, 100, 11, sender.settle("next"))).release()
+
+
+def test_claims_of_many_threads_on_one_slot_keep_its_payload(sender: Sender, lent: LentPool) -> None:
+    """Each slot sees payload after payload; late claims come for all of them."""
+    stop = threading.Event()
+    freed_under: list[int] = []
+
+    def late() -> None:
+        generation = 1
+        while not stop.is_set():
+            generation += 1
+            late_one = lent.claim(2 * BLOCK, 100, -generation, sender.settle("late"))
+            assert late_one is None
+
+    threads = [threading.Thread(target=late) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for generation in range(100, 400):
+        sender.pool.board.offer(2, generation)
+        buffer = lent.claim(2 * BLOCK, 100, generation, sender.settle("read"))
+        if buffer is not None:
+            if sender.may_free(2):
+                freed_under.append(generation)
+            buffer.release()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert freed_under == []
+
+
 @pytest.mark.parametrize("same_mapping", [True, False])
 def test_a_second_claim_does_not_end_the_first(sender: Sender, lent: LentPool, same_mapping: bool) -> None:
     """The lock belongs to the mapping: whoever lets go first would let go for both."""
