@@ -144,13 +144,8 @@ class LentDevice:
         watched, watching = events[event], [True]
 
         def over() -> bool:
-            if watching and not self._sender.gone():
-                try:
-                    with self._runtime.current(self._device):
-                        if not self._runtime.event_query(watched):
-                            return False
-                except GpuError as exc:  # work before it has failed and runs no more
-                    logger.error("a sender's GPU copy has failed: %s", exc)
+            if watching and not self._sender.gone() and not self._has_happened(watched):
+                return False
             with suppress(IndexError):  # another thread has found out, too
                 watching.pop()
                 self._end()
@@ -237,15 +232,20 @@ class LentDevice:
 
     def _has_ended(self, stream: int, done: int) -> bool:
         """Tell whether a copy that nobody waits for has ended; not to be asked again after that."""
-        try:
-            with self._runtime.current(self._device):
-                if not self._runtime.event_query(done):
-                    return False
-        except GpuError as exc:  # it has failed and runs no more
-            logger.error("a GPU copy from a sender's pool has failed: %s", exc)
+        if not self._has_happened(done):
+            return False
         self._idle.append((stream, done))
         self._end()
         return True
+
+    def _has_happened(self, event: int) -> bool:
+        """Tell whether an event has happened, well or badly."""
+        try:
+            with self._runtime.current(self._device):
+                return self._runtime.event_query(event)
+        except GpuError as exc:  # work before it has failed and runs no more
+            logger.error("a GPU copy between a sender's pool and ours has failed: %s", exc)
+            return True
 
     @property
     def busy(self) -> bool:
