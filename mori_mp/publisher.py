@@ -239,17 +239,18 @@ class Publisher:
         if data.released:
             return None
         pool, address = self._device, data.pool_tensor.data_ptr()
-        on_device = pool is not None and address == pool.address
-        if not on_device and address != self._slots.pool.address:
+        if address == self._slots.pool.address:
+            pool = None
+        elif pool is None or address != pool.address:
             return None
-        slots: Slots = self._slots if not on_device or pool is None else pool.slots
-        offset = data.offset + (self._slots.size if on_device else 0)
+        slots: Slots = self._slots if pool is None else pool.slots
+        offset = data.offset + (0 if pool is None else self._slots.size)
         with self._lock:
             if offset in self._offsets:
                 return None  # published already: one block carries one publication, so copy
             slots.share(data.offset)
             self._offsets.add(offset)
-        if not on_device or pool is None:
+        if pool is None:
             return _InPlace(offset, data.size)
         try:
             event = pool.mark()
