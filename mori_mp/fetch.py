@@ -58,9 +58,7 @@ class Fetcher:
         filled = posts.claim(key) if posts is not None else None
         if posts is None or filled is None:
             return None
-        until = deadline
-        if until is None:
-            until = time.monotonic() + self._intake.transfer_seconds(filled.size)
+        until = self._intake.until(deadline, filled.size)
         if posts.is_out(filled.size):  # else that waits until a get() has nothing to do
             posts.replenish()
         try:
@@ -105,9 +103,9 @@ class Fetcher:
         assert self._intake.device is not None
         return PostedSlots(self._device, self._intake.device, sender, epoch, str(os.getpid()))
 
-    def transfer_seconds(self, size: int) -> float:
-        """Return how long a transfer of size bytes may take without a deadline of the caller's."""
-        return self._intake.transfer_seconds(size)
+    def until(self, deadline: float | None, size: int) -> float:
+        """As Intake.until()."""
+        return self._intake.until(deadline, size)
 
     def fetch(self, link: Link, ready: wire.Ready, deadline: float | None) -> tuple[Any, int] | None:
         """Have an announced payload delivered; None if that did not work out, which has been reported.
@@ -122,9 +120,7 @@ class Fetcher:
         self, link: Link, ready: wire.Ready, deadline: float | None, tensors: GpuTensors | None
     ) -> tuple[Any, int] | None:
         """As fetch(); GONE if the sender has no such payload (any more). tensors: of an object."""
-        until = deadline
-        if until is None:
-            until = time.monotonic() + self._intake.transfer_seconds(ready.size)
+        until = self._intake.until(deadline, ready.size)
         order = _Order(link, ready, until, deadline, tensors)
         if len(ready.data):
             if not link.mailbox.mark_taken(ready.generation):
@@ -374,9 +370,7 @@ class GpuTensors:
             ready = wire.Ready(key, 0, nbytes, True, _NOTHING, device=True)
         if ready.size != nbytes or not ready.fast_path:
             raise CorruptPayload(f"its GPU tensor {key!r} has {ready.size} bytes, not {nbytes}")
-        until = self.deadline
-        if until is None:
-            until = time.monotonic() + self._fetcher.transfer_seconds(nbytes)
+        until = self._fetcher.until(self.deadline, nbytes)
         found = self._fetcher.attempt(self._link, ready, until, None)
         if found is None or found is GONE:
             raise codec.TensorMissing(gone=found is GONE)

@@ -226,9 +226,15 @@ class Intake:
         self.counters["timeouts"] += 1
         self.fault("get_timeout", what, key, link)
 
-    def transfer_seconds(self, size: int) -> float:
-        """Return how long a transfer of size bytes may take without a deadline of the caller's."""
-        return self.timeouts.transfer + min(5.0 * (size // 100_000_000), _MAX_EXTRA_SECONDS)
+    def until(self, deadline: float | None, size: int) -> float:
+        """Return when a transfer of size bytes is given up (monotonic seconds).
+
+        That is the caller's deadline; without one it gets as long as one of its size may take.
+        """
+        if deadline is not None:
+            return deadline
+        extra = min(5.0 * (size // 100_000_000), _MAX_EXTRA_SECONDS)
+        return time.monotonic() + self.timeouts.transfer + extra
 
     def close(self) -> None:
         """Let go of what came late."""

@@ -44,8 +44,7 @@ class V1Receiver:
             return None
         place = slot.place
         pull = wire.PullRequest(wanted.key, place.engine_desc, place.mem_desc, slot.offset, size)
-        if deadline is None:
-            deadline = time.monotonic() + self._intake.transfer_seconds(size)
+        deadline = self._intake.until(deadline, size)
         ended: list[bool] = []
 
         def on_late_end() -> None:
