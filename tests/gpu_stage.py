@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import signal
 import socket
 import sys
 import threading
@@ -161,11 +160,11 @@ class Stage:
     def port(self) -> int:
         return self._ours().zmq_port or 0
 
-    def kill_control(self) -> None:
-        """SIGKILL the control process."""
+    def signal_control(self, number: int) -> None:
+        """Send the control process a signal."""
         heart = self._ours().heart
         assert heart is not None
-        os.kill(heart.supervisor.pid, signal.SIGKILL)
+        os.kill(heart.supervisor.pid, number)
 
     def reclaim(self) -> dict[str, int]:
         """Take back what is posted, as a get() does that finds no room; returns the GPU pool's figures."""

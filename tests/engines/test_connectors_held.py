@@ -179,9 +179,16 @@ def test_an_object_whose_tensors_are_gone_is_a_miss(held_stages: Stages) -> None
     sender("tensor", "a", 69, MB)
     sender.block["hold"] = 1
     sender("put_object", "k", ["a"])
-    assert receiver("get", "k", None, 0.3) is None  # it has the object now, and waits for the tensor
+
+    def ledger() -> dict[str, dict[str, int]]:
+        return dict(sender("health")["sender"]["ledger"])
+
+    eventually(
+        lambda: receiver("get", "k", None, 0.1) is None and ledger()["entries"]["published"] == 1,
+        "it has the object, and waits for the tensor",
+    )
     sender("cleanup", "k")
-    eventually(lambda: sender("health")["sender"]["ledger"]["counters"]["withdrawn"] == 1, "withdrawn")
+    eventually(lambda: ledger()["counters"]["withdrawn"] == 1, "withdrawn")
     sender.block["hold"] = 0
     assert receiver("get", "k", None, 1.0) is None
     assert receiver("health")["receiver"]["counters"]["corrupt"] == 0

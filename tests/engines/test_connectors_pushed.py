@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from connector_support import eventually
@@ -175,9 +176,11 @@ def test_a_pushed_payload_that_is_withdrawn_is_not_to_be_had(stages: Stages) -> 
     sender, receiver = stages.pair()
     acquaint(sender, receiver)
     sender("tensor", "x", 7, SIZE)
+    sender("signal_control", signal.SIGSTOP)  # nobody but the stage itself tells that it is gone
     sender("put", "k", "x")
     sender("cleanup", "k")
     assert receiver("get", "k", None, 0.3) is None
+    sender("signal_control", signal.SIGCONT)
     sender("collect")
     assert used(sender) == 0
     send(sender, receiver, "next", 8)
@@ -199,9 +202,12 @@ def test_a_pushed_payload_that_is_replaced_by_one_that_is_not_is_not_got(stages:
     sender, receiver = stages.pair()
     acquaint(sender, receiver)
     sender("tensor", "old", 7, SIZE)
-    sender("put", "k", "old")
     sender("tensor", "new", 8, 5000)  # no slot is posted for these
+    sender("signal_control", signal.SIGSTOP)  # so that the old one is not announced by itself
+    sender("put", "k", "old")
     sender("put", "k", "new")
+    assert receiver("get", "k", None, 0.3) is None
+    sender("signal_control", signal.SIGCONT)
     assert receiver("get", "k", None, 10.0)["digest"] == crc(8, 5000)
     receiver("release", "k")
     eventually(lambda: (sender("collect"), used(sender) == 0)[1], "both gone")
@@ -300,7 +306,7 @@ def test_pushing_goes_on_when_the_control_process_is_replaced(stages: Stages) ->
     acquaint(sender, receiver)
     sender("tensor", "x", 3, SIZE)
     sender("put", "before", "x")
-    sender("kill_control")
+    sender("signal_control", signal.SIGKILL)
     assert receiver("get", "before", None, 20.0)["digest"] == crc(3, SIZE)
     receiver("release", "before")
     acquaint(sender, receiver)
