@@ -206,7 +206,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a strided tensor, or a copy of it, whose bytes are as `is_dense` has them."""
-    return tensor if is_dense(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.is_contiguous() and not _is_lazy(tensor):  # is_dense(), on the way of each GPU payload
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _lazy_mask() -> int:

@@ -109,6 +109,7 @@ class MoriTransferEngineConnector:
         self.heart: hearts.Heart | None = None
         self._starting = threading.Lock()
         self._started_ahead = False
+        self._can_get = False  # what the first get() must see to is done
         self.metrics = {"puts": 0, "bytes_put": 0, "errors": 0}
         self._health = StageHealth(
             self._fixed_health(),
@@ -289,27 +290,30 @@ class MoriTransferEngineConnector:
         Raises ConnectorClosed, PayloadError (the object cannot be encoded), StartupError (a receiver that
         cannot listen).
         """
-        with self._calls.counted("put"):
-            heart = self._ensure_heart()
-            edge = from_stage, to_stage
-            if heart.supervisor.failed:
-                return self._fault("put_refused", edge, put_key, heart.supervisor.failed)
-            try:
-                done = self.publisher.put(put_key, internal_key(put_key, from_stage, to_stage), data)
-            except PoolExhausted as exc:
-                return self._fault("pool_exhausted", edge, put_key, exc)
-            except GpuError as exc:
-                return self._fault("gpu_failed", edge, put_key, exc)
-            if done is None:
-                logger.warning(
-                    "put of %r (%s -> %s) refused: the payload is empty", put_key, from_stage, to_stage
-                )
-                return False, 0, None
-            size, fast_path = done
-            self.metrics["puts"] += 1
-            self.metrics["bytes_put"] += size
-            source = {"source_host": heart.host, "source_port": heart.port}
-            return True, size, {**source, "data_size": size, "is_fast_path": fast_path}
+        self._calls.begin("put")
+        try:
+            return self._put((from_stage, to_stage), put_key, data)
+        finally:
+            self._calls.end()
+
+    def _put(self, edge: tuple[str, str], key: str, data: Any) -> tuple[bool, int, dict[str, Any] | None]:
+        heart = self._ensure_heart()
+        if heart.supervisor.failed:
+            return self._fault("put_refused", edge, key, heart.supervisor.failed)
+        try:
+            done = self.publisher.put(key, internal_key(key, *edge), data)
+        except PoolExhausted as exc:
+            return self._fault("pool_exhausted", edge, key, exc)
+        except GpuError as exc:
+            return self._fault("gpu_failed", edge, key, exc)
+        if done is None:
+            logger.warning("put of %r (%s -> %s) refused: the payload is empty", key, *edge)
+            return False, 0, None
+        size, fast_path = done
+        self.metrics["puts"] += 1
+        self.metrics["bytes_put"] += size
+        source = {"source_host": heart.host, "source_port": heart.port}
+        return True, size, {**source, "data_size": size, "is_fast_path": fast_path}
 
     def _fault(
         self, cause: str, edge: tuple[str, str], key: str, why: object
@@ -331,8 +335,11 @@ class MoriTransferEngineConnector:
 
         Raises ConnectorClosed, SenderUnknown, CorruptPayload.
         """
-        with self._calls.counted("get"):
+        self._calls.begin("get")
+        try:
             return self.receiver.get(self._wanted(from_stage, to_stage, get_key, metadata), None)
+        finally:
+            self._calls.end()
 
     def get_with_deadline(
         self,
@@ -344,13 +351,18 @@ class MoriTransferEngineConnector:
         deadline: float,
     ) -> tuple[Any, int] | None:
         """As get(), but wait for the payload until deadline (`time.monotonic()` seconds)."""
-        with self._calls.counted("get"):
+        self._calls.begin("get")
+        try:
             return self.receiver.get(self._wanted(from_stage, to_stage, get_key, metadata), deadline)
+        finally:
+            self._calls.end()
 
     def _wanted(self, from_stage: str, to_stage: str, key: str, metadata: Any) -> Wanted:
-        self._ensure_device_pool()
-        if self.settings.observed() and not self._started_ahead and self.heart is None:
-            self._start_ahead()  # else the last stage of a host that starts connectors on use reports nothing
+        if not self._can_get:
+            self._ensure_device_pool()
+            if self.settings.observed() and not self._started_ahead and self.heart is None:
+                self._start_ahead()  # else nothing is heard of a last stage that starts on use
+            self._can_get = True
         sender = self.sender_host, self.sender_zmq_port
         wanted, odd = read_wanted(from_stage, to_stage, key, metadata, sender)
         if odd:

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -64,6 +62,8 @@ class DevicePool:
         options: dict[str, Any],
     ) -> None:
         self._accelerator = Accelerator()
+        self.holds = self._accelerator.holds
+        """Tells whether a tensor lies in GPU memory, this one's or another's."""
         self._engine = engine
         self._options = options
         self.number = number = self._accelerator.number(device)
@@ -107,10 +107,6 @@ class DevicePool:
             if self._passive is None:
                 self._passive = engines.receive(self._engine, self.memory, self._options)
             return self._passive.engine_desc, self._passive.mem_desc
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor lies in GPU memory, this one's or another's."""
-        return self._accelerator.holds(tensor)
 
     # ---------------------------------------------------------------------------- sending
     def copy_in(self, offset: int, tensor: torch.Tensor) -> int:
@@ -194,9 +190,10 @@ class DevicePool:
 
     def _happened_event(self, but: int = -1) -> int | None:
         """As _free_event(), but None if all (but one) are still to happen."""
+        lent = self._lent
         for step in range(EVENTS):
             number = (self._next_event + step) % EVENTS
-            if number != but and self.has_happened(number):
+            if number != but and (lent is None or not self._is_pending(lent.events[number].handle)):
                 self._next_event = (number + 1) % EVENTS
                 return number
         return None
@@ -272,7 +269,6 @@ class DeviceSlots(Slots):
     def __init__(self, pool: DevicePool) -> None:
         super().__init__(pool.size)
         self._pool = pool
-        self._in_use: deque[tuple[Callable[[], bool], int]] = deque()  # (whether that has ended, offset)
         self.posted: dict[int, int] = {}  # by offset, the bytes of slots that are posted to senders
 
     def give_back_written(self, offset: int, event: int) -> None:
@@ -294,22 +290,6 @@ class DeviceSlots(Slots):
             self.give_back(offset)
             return
         self.give_back_when(partial(self._pool.happened, event), offset)
-
-    def give_back_when(self, ended: Callable[[], bool], offset: int) -> None:
-        """Remove an owner once ended() says so, which is asked now and then and must not wait."""
-        self._in_use.append((ended, offset))
-
-    def collect(self) -> None:
-        for _ in range(len(self._in_use)):
-            try:
-                ended, offset = self._in_use.popleft()
-            except IndexError:
-                break
-            if ended():
-                self.give_back(offset)
-            else:
-                self._in_use.append((ended, offset))
-        super().collect()
 
     def stats(self) -> dict[str, int]:
         """As ever; slots that are posted count as free, since they are taken back when they are needed."""

@@ -11,6 +11,7 @@ from mori_mp.shared.listening import cannot_listen
 AUTO_HOSTS = frozenset({"", "auto", "*", "0.0.0.0", "::"})
 
 
+@lru_cache(maxsize=256)
 def resolve_host(host: str | None) -> str:
     """Return host, or this machine's address on its default route where host is an `auto` word.
 

@@ -61,6 +61,7 @@ class Fetcher:
         until = self._intake.until(deadline, filled.size)
         if posts.is_out(filled.size):  # else that waits until a get() has nothing to do
             posts.replenish()
+        settlement = link.settlement(filled.generation)  # once it is there, every microsecond is one more
         try:
             arrived = posts.arrived(filled, until)
         except (WireError, TransferFailed) as exc:
@@ -75,11 +76,10 @@ class Fetcher:
                 return None  # with its sender
             self._intake.count_timeout(key, link, "its sender's GPU has not copied it in time")
             return Pushed(None, filled.generation)
-        if not link.mailbox.mark_taken(filled.generation):
+        if not link.mailbox.take_unannounced(key, filled.generation):
             posts.drop(filled)
             return None
-        link.mailbox.took_unannounced(key, filled.generation)
-        link.settle_later(filled.generation)
+        link.post_later(settlement)
         slot = posts.take(filled)
         found = self._intake.finish(key, True, slot.landed(link.send_queued), "push")
         return Pushed(found, filled.generation)
@@ -179,7 +179,7 @@ class Fetcher:
         claim, copied, late = None, False, None
         try:
             claim = link.memory.pool().claim_device(
-                ready.offset, ready.size, generation, lambda: link.settle_later(generation)
+                ready.offset, ready.size, generation, lambda: link.post_later(link.settlement(generation))
             )
             if claim is not None:
                 target = pool.address + slot.offset

@@ -74,7 +74,8 @@ class Intake:
         self._decode_view = decode_view
         self._faults = faults
         self._on_change = on_change
-        self._late: dict[str, Late] = {}
+        self.late: dict[str, Late] = {}
+        """What has come late, by key."""
         self._quarantine: dict[Slot, Link] = {}
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
 
@@ -133,13 +134,9 @@ class Intake:
         return any(slot.place is self.device for slot in list(self._quarantine))
 
     # ----------------------------------------------------------------- late deliveries
-    def has_late(self, key: str) -> bool:
-        """Tell whether a payload came late for a key."""
-        return key in self._late
-
     def take_late(self, key: str, deadline: float | None) -> tuple[Any, int] | None:
         """Hand out what came late for a key; deadline is that of the tensors it may still lack."""
-        late = self._late.pop(key, None)
+        late = self.late.pop(key, None)
         if late is None:
             return None
         if late.fetch is not None:
@@ -152,23 +149,22 @@ class Intake:
         The next get() finds it. One that nobody asks for again goes after a while.
         """
         self.counters["late"] += 1
-        self._late[key] = late
+        self.late[key] = late
         self._on_change()
 
     def drop_late(self) -> None:
         """Let go of the payloads that came late and that nobody has asked for again for long."""
-        if self._late:
-            self._drop_before(time.monotonic() - self.timeouts.late)
+        self._drop_before(time.monotonic() - self.timeouts.late)
 
     def forget_late(self, key: str) -> None:
         """Let go of what came late for a key."""
-        self._late.pop(key, None)
+        self.late.pop(key, None)
 
     def _drop_before(self, before: float, place: Place | None = None) -> None:
         """Let go of the payloads that came late, before a time (monotonic seconds); of one pool, if given."""
-        for key, late in list(self._late.items()):
+        for key, late in list(self.late.items()):
             if late.since <= before and (place is None or place.holds(late.delivery)):
-                self._late.pop(key, None)
+                self.late.pop(key, None)
 
     # ----------------------------------------------------------------------- hand-out
     def finish(
@@ -187,7 +183,7 @@ class Intake:
                 self.counters["misses"] += 1
                 _release(delivery)
             else:
-                self._late[key] = Late(delivery, fast_path, how, time.monotonic(), fetch)
+                self.late[key] = Late(delivery, fast_path, how, time.monotonic(), fetch)
             return None
         except CorruptPayload as exc:
             _release(delivery)
@@ -238,7 +234,7 @@ class Intake:
 
     def close(self) -> None:
         """Let go of what came late."""
-        self._late.clear()
+        self.late.clear()
 
     def let_go_of_pool(self) -> None:
         """Drop our view of the connector's own pool; no get() is or will be under way."""

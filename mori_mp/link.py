@@ -329,19 +329,18 @@ class Link:
 
         Safe in a finalizer: no handler is called, which could need a lock that this thread holds.
         """
-        self._settle_later(
-            [] if consumed is None else [consumed],
-            [] if released is None else [released],
-        )
+        taken = [] if consumed is None else [consumed]
+        ended = [] if released is None else [released]
+        self.post_later(wire.encode(wire.Settle(taken, ended, self.epoch)))
         self._board.send_queued()
 
-    def settle_later(self, consumed: int) -> None:
-        """As settle(), but with the next message or `send_queued()`: nobody waits for it."""
-        self._settle_later([consumed], [])
+    def settlement(self, consumed: int) -> bytes:
+        """Return what tells the sender of one generation taken, for post_later()."""
+        return wire.encode(wire.Settle([consumed], [], self.epoch))
 
-    def _settle_later(self, consumed: list[int], released: list[int]) -> None:
-        message = wire.Settle(consumed, released, self.epoch)
-        (self._lane or self._line).post_later([wire.encode(message)])
+    def post_later(self, settlement: bytes) -> None:
+        """Send a message with the next one or `send_queued()`: nobody waits for it."""
+        (self._lane or self._line).post_later([settlement])
 
     def send_queued(self) -> None:
         """Send what was left for later. Safe in a finalizer."""

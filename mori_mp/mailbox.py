@@ -84,12 +84,16 @@ class Mailbox:
         """Remember that a generation has been delivered; False if it had been already."""
         return claim(self._taken, generation, MAX_TAKEN)
 
-    def took_unannounced(self, key: str, generation: int) -> None:
-        """A payload has been taken, and the sender is being told, whether or not its notice has come."""
+    def take_unannounced(self, key: str, generation: int) -> bool:
+        """As mark_taken(), for a payload of which the sender is told whether or not its notice has come."""
+        if not claim(self._taken, generation, MAX_TAKEN):
+            return False
         ready = self._ready.get(key)
         if ready is None or ready.generation != generation or self._ready.pop(key, None) is None:
             claim(self._unseen, generation, MAX_TAKEN)
-        self._missed.pop(key, None)
+        if self._missed:
+            self._missed.pop(key, None)
+        return True
 
     def renew(self) -> None:
         """Another control process may not know what its predecessor was told: answer its notices anew."""

@@ -122,9 +122,10 @@ class PostedSlots:
     def is_out(self, size: int) -> bool:
         """Tell whether no slot is posted for payloads like this one."""
         room, states = room_for(size), self._posts.states()
-        return not any(
-            has == room and states[record] == POSTED for record, (_, has) in list(self._ours.items())
-        )
+        for record, (_, has) in list(self._ours.items()):
+            if has == room and states[record] == POSTED:
+                return False
+        return True
 
     def replenish(self) -> None:
         """Post slots like those of the last payloads."""

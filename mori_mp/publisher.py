@@ -131,7 +131,11 @@ class Publisher:
         began_ns = time.monotonic_ns()
         if len(key.encode()) > wire.MAX_KEY_BYTES:
             raise PayloadError(f"key {key[:80]!r}… is longer than {wire.MAX_KEY_BYTES} bytes")
-        done = self._put(name, key, data, began_ns)
+        pool = self._device
+        if pool is not None and isinstance(data, torch.Tensor) and pool.holds(data):
+            done = self._put_on_device(pool, name, key, data, began_ns)
+        else:
+            done = self._put(name, key, data, began_ns)
         if len(self._live) >= _COLLECT_PUTS:  # not before: who waits for this payload would wait for that
             self.collect()
         return done
@@ -145,8 +149,9 @@ class Publisher:
             data = data.tensor
         elif not isinstance(data, torch.Tensor) and _is_managed(data):
             data = data.tensor
-        if isinstance(data, torch.Tensor) and self._device is not None and self._device.holds(data):
-            return self._put_on_device(name, key, data, began_ns)
+        pool = self._device
+        if isinstance(data, torch.Tensor) and pool is not None and pool.holds(data):
+            return self._put_on_device(pool, name, key, data, began_ns)
         if isinstance(data, (bytes, bytearray, memoryview, torch.Tensor)):
             address, size, keepalive = codec.raw_view(data)
             if size == 0:
@@ -198,11 +203,9 @@ class Publisher:
             ]
 
     def _put_on_device(
-        self, name: str, key: str, data: torch.Tensor, began_ns: int
+        self, pool: DevicePool, name: str, key: str, data: torch.Tensor, began_ns: int
     ) -> tuple[int, bool] | None:
         """Publish a GPU tensor from the GPU pool; the copy is enqueued, not waited for."""
-        pool = self._device
-        assert pool is not None
         try:
             codec.check_plain(data)
         except TypeError as exc:

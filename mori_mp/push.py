@@ -16,7 +16,7 @@ from mori_mp.device_pool import DevicePool
 from mori_mp.lent_device import LentDevice
 from mori_mp.shared.errors import MoriMPError
 from mori_mp.shared.pool import BLOCK
-from mori_mp.shared.posts import POSTED, RECORDS, Posts, PostsDescriptor
+from mori_mp.shared.posts import RECORDS, Posts, PostsDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,7 @@ class _Target:
 
     def fitting(self, size: int) -> int | None:
         """Return the record of the smallest posted slot that fits and is not much too large."""
-        best, least = None, max(2 * size, BLOCK) + 1
-        for record, (state, room) in enumerate(zip(self.posts.states(), self.posts.rooms(), strict=True)):
-            if state == POSTED and size <= room < least:
-                best, least = record, room
-        return best
+        return self.posts.fitting(size, max(2 * size, BLOCK) + 1)
 
     def address(self, record: int, size: int) -> int | None:
         """Return where a slot lies in our address space; None if that is not in the receiver's pool."""

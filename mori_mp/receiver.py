@@ -96,15 +96,21 @@ class Receiver:
     # ---------------------------------------------------------------------------- links
     def link(self, host: str, port: int, edge: str) -> Link:
         """Return the link to a sender, made and subscribed on first use."""
+        link = self._links.get((host, port))
+        if link is None:
+            link = self._new_link(host, port)
+        if edge:
+            link.subscribe(edge)
+        return link
+
+    def _new_link(self, host: str, port: int) -> Link:
         with self._links_lock:
-            link = self._links.get((host, port))
+            link = self._links.get((host, port))  # another thread may have made it
             if link is None:
                 link = self._links[host, port] = Link(
                     self._board, host, port, self._us, self._on_change, self._faults
                 )
-        if edge:
-            link.subscribe(edge)
-        return link
+            return link
 
     def _on_change(self) -> None:
         self._generation += 1
@@ -143,16 +149,17 @@ class Receiver:
     def _get(self, wanted: Wanted, deadline: float | None) -> tuple[Any, int] | None:
         link = self.link(wanted.host, wanted.port, wanted.edge)
         pause = _FIRST_PAUSE_SECONDS
-        self._intake.drop_late()
-        while self._intake.has_late(wanted.key):
+        if self._intake.late:
+            self._intake.drop_late()
+        while wanted.key in self._intake.late:
             late = self._intake.take_late(wanted.key, deadline)
             if late is not None:
                 return late
-            if self._intake.has_late(wanted.key):  # still: an object whose GPU tensors have not come
+            if wanted.key in self._intake.late:  # still: an object whose GPU tensors have not come
                 if deadline is None or time.monotonic() >= deadline or self._board.closed:
                     return None
                 pause = self._pause(pause, deadline)
-        if not self._reached(link, wanted, deadline):
+        if link.peer is Peer.UNKNOWN and not self._reached(link, wanted, deadline):
             return None
         while True:
             if link.is_v1():
@@ -202,9 +209,7 @@ class Receiver:
         return min(2 * seconds, _LONGEST_PAUSE_SECONDS)
 
     def _reached(self, link: Link, wanted: Wanted, deadline: float | None) -> bool:
-        """Tell whether the sender has answered yet; the first caller of a link waits for that a little."""
-        if link.peer is not Peer.UNKNOWN:
-            return True
+        """Tell whether a sender answers at last; the first caller of a link waits for that a little."""
         now = time.monotonic()
         if deadline is None:
             if link.greeted and not wanted.size:
@@ -251,7 +256,7 @@ class Receiver:
             link.audit(time.monotonic())
 
     def _announced(self, link: Link, key: str) -> wire.Ready | None:
-        if self._intake.has_late(key):
+        if key in self._intake.late:
             return _LATE
         posts = link.memory.posts
         if posts is not None and posts.has(key):

@@ -29,12 +29,14 @@ class Slots:
         self._lock = threading.Lock()
         self._owners: dict[int, int] = {}
         self._returned: deque[int] = deque()
+        self._in_use: deque[tuple[Callable[[], bool], int]] = deque()  # (whether that has ended, offset)
         self.reclaim: Callable[[], None] = lambda: None
         """Takes back slots that others may fill and have not, for who finds no room. Not for finalizers."""
 
     def alloc(self, size: int) -> int:
         """Return the offset of a new slot with one owner. Raises PoolExhausted."""
-        self.collect()
+        if self._returned or self._in_use:
+            self.collect()
         offset = self._allocator.alloc(size)
         self._owners[offset] = 1
         return offset
@@ -48,8 +50,21 @@ class Slots:
         """Remove an owner; safe in a finalizer."""
         self._returned.append(offset)
 
+    def give_back_when(self, ended: Callable[[], bool], offset: int) -> None:
+        """Remove an owner once ended() says so, which is asked now and then and must not wait."""
+        self._in_use.append((ended, offset))
+
     def collect(self) -> None:
         """Free the slots whose last owner has let go."""
+        for _ in range(len(self._in_use)):
+            try:
+                ended, offset = self._in_use.popleft()
+            except IndexError:
+                break
+            if ended():
+                self.give_back(offset)
+            else:
+                self._in_use.append((ended, offset))
         while self._returned:
             try:
                 offset = self._returned.popleft()

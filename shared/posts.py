@@ -100,7 +100,10 @@ class Posts:
             wide[at : at + RECORDS] for at in range(0, 5 * RECORDS, RECORDS)
         )
         self._keys = memory[_KEYS:]
-        self._claims = Claims(fd)
+        claims = Claims(fd)
+        self.lock = claims.exclude
+        """Locks a record against the other process; False if that one has it."""
+        self.unlock = claims.drop
 
     @classmethod
     def create(cls, label: str) -> Posts:
@@ -127,13 +130,6 @@ class Posts:
     def states(self) -> list[int]:
         """Return of each record whether it is FREE, POSTED, WRITING or FILLED."""
         return self._states.tolist()
-
-    def lock(self, record: int) -> bool:
-        """Lock a record against the other process; False if that one has it."""
-        return self._claims.exclude(record)
-
-    def unlock(self, record: int) -> None:
-        self._claims.drop(record)
 
     # -------------------------------------------------------------------------- receiver
     def post(self, record: int, offset: int, room: int) -> None:
@@ -171,9 +167,13 @@ class Posts:
         self._states[record] = FREE
 
     # ---------------------------------------------------------------------------- sender
-    def rooms(self) -> list[int]:
-        """Return the room of each record; it means something for those that are POSTED."""
-        return self._rooms.tolist()
+    def fitting(self, size: int, below: int) -> int | None:
+        """Return the record of the smallest POSTED slot with room for size bytes, and less than below."""
+        best = None
+        for record, (state, room) in enumerate(zip(self._states.tolist(), self._rooms.tolist(), strict=True)):
+            if state == POSTED and size <= room < below:
+                best, below = record, room
+        return best
 
     def offset(self, record: int) -> int:
         """Return where the slot of a record lies in the receiver's pool."""

@@ -51,7 +51,7 @@ INFO_NOT_FOUND = b"info_not_found"
 
 def internal_key(key: str, from_stage: object, to_stage: object) -> str:
     """Name a payload on one edge: `{key}@{from_stage}_{to_stage}`."""
-    return f"{key}@{edge_name(from_stage, to_stage)}"
+    return f"{key}@{from_stage}_{to_stage}"
 
 
 def edge_name(from_stage: object, to_stage: object) -> str:

@@ -744,9 +744,8 @@ def test_what_was_settled_on_a_lane_that_ends_is_settled_again(
     lane_end.says(
         msgspec.structs.replace(WELCOME, corr=lane_end.hears(wire.Hello).corr, lane=str(lane_end.path))
     )
-    link.mailbox.mark_taken(5)
-    link.mailbox.took_unannounced(KEY, 5)
-    link.settle_later(5)
+    link.mailbox.take_unannounced(KEY, 5)
+    link.post_later(link.settlement(5))
     lane_end.connection.close()
     sender.welcomes(Waiting(board, sender).for_(wire.Hello), lane=str(lane_end.path))
     sender.says(wire.Ready(KEY, 5, 3, True, memoryview(b"")))

@@ -108,8 +108,7 @@ def test_what_was_taken_is_not_delivered_twice(mailbox: Mailbox) -> None:
 
 def test_a_notice_of_what_was_taken_without_one_needs_no_answer(mailbox: Mailbox) -> None:
     assert mailbox.get(KEY) is None
-    assert mailbox.mark_taken(5)
-    mailbox.took_unannounced(KEY, 5)
+    assert mailbox.take_unannounced(KEY, 5)
     assert mailbox.collect_missed() == []
     assert mailbox.deliver(ready(5)) == []
     assert mailbox.get(KEY) is None
@@ -118,24 +117,21 @@ def test_a_notice_of_what_was_taken_without_one_needs_no_answer(mailbox: Mailbox
 
 def test_a_notice_that_has_come_goes_with_its_payload(mailbox: Mailbox) -> None:
     mailbox.deliver(ready(5))
-    assert mailbox.mark_taken(5)
-    mailbox.took_unannounced(KEY, 5)
+    assert mailbox.take_unannounced(KEY, 5)
     assert mailbox.get(KEY) is None
     assert mailbox.deliver(ready(5)) == [5]
 
 
 def test_a_newer_notice_is_none_of_what_was_taken(mailbox: Mailbox) -> None:
     mailbox.deliver(ready(6))
-    assert mailbox.mark_taken(5)
-    mailbox.took_unannounced(KEY, 5)
+    assert mailbox.take_unannounced(KEY, 5)
     found = mailbox.get(KEY)
     assert found is not None
     assert found.generation == 6
 
 
 def test_another_control_process_is_answered_anew(mailbox: Mailbox) -> None:
-    assert mailbox.mark_taken(5)
-    mailbox.took_unannounced(KEY, 5)
+    assert mailbox.take_unannounced(KEY, 5)
     mailbox.renew()
     assert mailbox.deliver(ready(5)) == [5]
 

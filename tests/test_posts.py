@@ -34,7 +34,7 @@ def theirs(ours: Posts) -> Iterator[Posts]:
 def test_a_posted_slot_is_filled_and_found(ours: Posts, theirs: Posts) -> None:
     ours.post(3, 8192, 4096)
     assert theirs.states() == [FREE] * 3 + [POSTED] + [FREE] * (RECORDS - 4)
-    assert (theirs.offset(3), theirs.rooms()[3]) == (8192, 4096)
+    assert (theirs.fitting(4096, 4097), theirs.offset(3)) == (3, 8192)
     assert theirs.begin(3)
     assert ours.states()[3] == WRITING
     assert ours.filled(3) is None
@@ -51,12 +51,25 @@ def test_every_record_is_its_own(ours: Posts, theirs: Posts) -> None:
     for record in range(RECORDS):
         ours.post(record, record << 40, (record + 1) << 30)
     for record in range(RECORDS):
+        assert theirs.fitting((record << 30) + 1, 1 << 40) == record
         assert theirs.begin(record)
         theirs.fill(record, b"k%d" % record * 100, (1 << 62) + record, record << 35, record - 1)
     for record in range(RECORDS):
         assert ours.filled(record) == Filled(record, (1 << 62) + record, record << 35, record - 1)
         assert ours.holds(record, b"k%d" % record * 100)
-        assert (theirs.offset(record), theirs.rooms()[record]) == (record << 40, (record + 1) << 30)
+        assert theirs.offset(record) == record << 40
+
+
+def test_the_smallest_posted_slot_that_fits_is_found(ours: Posts, theirs: Posts) -> None:
+    for record, room in enumerate((8192, 4096, 8192, 1 << 20)):
+        ours.post(record, record << 20, room)
+    assert theirs.begin(1)
+    assert theirs.fitting(4096, 1 << 30) in (0, 2)
+    assert theirs.fitting(8193, 1 << 30) == 3
+    assert theirs.fitting(8193, 1 << 20) is None
+    assert theirs.fitting((1 << 20) + 1, 1 << 30) is None
+    theirs.cancel(1)
+    assert theirs.fitting(4096, 1 << 30) == 1
 
 
 @pytest.mark.parametrize("state", [FREE, WRITING, FILLED])

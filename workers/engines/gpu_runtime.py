@@ -128,9 +128,12 @@ class _Current:
         self._device = device
 
     def __enter__(self) -> None:
-        self._before = self._runtime.current_device()
+        runtime, before = self._runtime, ctypes.c_int()
+        if code := runtime._get_device(ctypes.addressof(before)):
+            raise runtime._error("GetDevice", code)
+        self._before = before.value
         if self._before != self._device:
-            self._runtime.set_device(self._device)
+            runtime.set_device(self._device)
 
     def __exit__(self, *_: object) -> None:
         if self._before != self._device:
@@ -156,6 +159,12 @@ class GpuRuntime:
         for name, arguments in _SIGNATURES.items():
             self._functions[name].argtypes, self._functions[name].restype = arguments, ctypes.c_int
         self._text.argtypes, self._text.restype = (ctypes.c_int,), ctypes.c_char_p
+        # What every payload needs goes past _call(): in a process just woken each Python frame costs twice.
+        self._get_device = self._functions["GetDevice"]
+        self._memcpy_async = self._functions["MemcpyAsync"]
+        self._event_record = self._functions["EventRecord"]
+        self._event_query = self._functions["EventQuery"]
+        self._stream_wait_event = self._functions["StreamWaitEvent"]
         self.path = next(
             (found for found in _mapped(_STEMS[kind]) if Path(found).name == Path(path).name), path
         )
@@ -270,7 +279,8 @@ class GpuRuntime:
 
     def memcpy_async(self, target: int, source: int, size: int, stream: int) -> None:
         """Enqueue a copy of bytes between any two addresses."""
-        self._call("MemcpyAsync", target, source, size, _COPY_DEFAULT, stream)
+        if code := self._memcpy_async(target, source, size, _COPY_DEFAULT, stream):
+            raise self._error("MemcpyAsync", code)
 
     def memcpy_peer_async(
         self, target: int, target_device: int, source: int, source_device: int, size: int, stream: int
@@ -332,14 +342,15 @@ class GpuRuntime:
 
     def event_record(self, event: int, stream: int) -> None:
         """Have an event happen when all that is on a stream now is done."""
-        self._call("EventRecord", event, stream)
+        if code := self._event_record(event, stream):
+            raise self._error("EventRecord", code)
 
     def event_query(self, event: int) -> bool:
         """Tell whether an event's last record has happened (True if it was never recorded).
 
         Raises GpuError when work before it failed.
         """
-        code = self._functions["EventQuery"](event)
+        code = self._event_query(event)
         if code == 0:
             return True
         if code == _NOT_READY:
@@ -362,7 +373,8 @@ class GpuRuntime:
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Have what is enqueued on a stream from now on wait for an event's last record."""
-        self._call("StreamWaitEvent", stream, event, 0)
+        if code := self._stream_wait_event(stream, event, 0):
+            raise self._error("StreamWaitEvent", code)
 
     def stream_synchronize(self, stream: int) -> None:
         """Wait for everything on a stream."""
