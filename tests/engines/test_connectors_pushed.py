@@ -42,6 +42,16 @@ def acquaint(sender: GpuStage, receiver: GpuStage, size: int = SIZE) -> None:
     raise AssertionError("no payload was pushed")
 
 
+def begin_held_push(stages: Stages, seed: int) -> tuple[GpuStage, GpuStage, dict[str, Any]]:
+    """Have "k" put and pushed, whose copies do not begin yet; returns sender, receiver and its metadata."""
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "x", seed, SIZE)
+    sender.block["hold"] = 1
+    _, _, metadata = sender("put", "k", "x")
+    return sender, receiver, metadata
+
+
 def test_payloads_are_pushed_once_sizes_are_known(stages: Stages) -> None:
     sender, receiver = stages.pair()
     acquaint(sender, receiver)
@@ -332,12 +342,8 @@ def test_pushing_goes_on_when_the_control_process_is_replaced(stages: Stages) ->
 
 
 def test_a_stalled_push_keeps_deadlines_and_loses_nothing(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair()
-    acquaint(sender, receiver)
+    sender, receiver, _ = begin_held_push(held_stages, 4)
     before = pushed(receiver)
-    sender("tensor", "x", 4, SIZE)
-    sender.block["hold"] = 1
-    sender("put", "k", "x")
     assert receiver("get", "k", None, 0.3) is None
     sender.block["hold"] = 0
     assert receiver("get", "k", None, 10.0)["digest"] == crc(4, SIZE)
@@ -345,11 +351,7 @@ def test_a_stalled_push_keeps_deadlines_and_loses_nothing(held_stages: Stages) -
 
 
 def test_a_sender_that_dies_in_a_push_leaves_the_pool_whole(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair()
-    acquaint(sender, receiver)
-    sender("tensor", "x", 4, SIZE)
-    sender.block["hold"] = 1
-    sender("put", "k", "x")
+    sender, receiver, _ = begin_held_push(held_stages, 4)
     sender.end()
     assert receiver("get", "k", None, 0.3) is None
     assert used(receiver) == 0
@@ -375,11 +377,7 @@ def test_what_is_posted_to_a_sender_is_not_filled_by_its_successor(stages: Stage
 
 
 def test_a_receiver_that_dies_takes_nothing_along(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair()
-    acquaint(sender, receiver)
-    sender("tensor", "x", 5, SIZE)
-    sender.block["hold"] = 1
-    _, _, metadata = sender("put", "k", "x")
+    sender, receiver, metadata = begin_held_push(held_stages, 5)
     receiver.end()
     sender.block["hold"] = 0
     successor, _ = held_stages.make(1, role="receiver", stage_id=1)
@@ -391,11 +389,7 @@ def test_a_receiver_that_dies_takes_nothing_along(held_stages: Stages) -> None:
 
 def test_a_slot_that_a_push_still_goes_into_is_nobody_elses(held_stages: Stages) -> None:
     """The payload is withdrawn and the whole pool is asked for: the copy is still to come."""
-    sender, receiver = held_stages.pair()
-    acquaint(sender, receiver)
-    sender("tensor", "x", 6, SIZE)
-    sender.block["hold"] = 1
-    sender("put", "k", "x")
+    sender, receiver, _ = begin_held_push(held_stages, 6)
     sender("cleanup", "k")
     sender("put_bytes", "host", 1, 10)
     receiver("get", "host", None, 10.0)  # what was posted is still as it was
@@ -407,11 +401,7 @@ def test_a_slot_that_a_push_still_goes_into_is_nobody_elses(held_stages: Stages)
 
 
 def test_a_sender_that_closes_in_a_push_keeps_its_memory(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair()
-    acquaint(sender, receiver)
-    sender("tensor", "x", 6, SIZE)
-    sender.block["hold"] = 1
-    sender("put", "k", "x")
+    sender, receiver, _ = begin_held_push(held_stages, 6)
     sender("close")
     sender("reuse_memory", 8 * MB)
     sender.block["hold"] = 0
@@ -419,11 +409,7 @@ def test_a_sender_that_closes_in_a_push_keeps_its_memory(held_stages: Stages) ->
 
 
 def test_a_receiver_that_closes_in_a_push_keeps_its_memory(held_stages: Stages) -> None:
-    sender, receiver = held_stages.pair()
-    acquaint(sender, receiver)
-    sender("tensor", "x", 6, SIZE)
-    sender.block["hold"] = 1
-    sender("put", "k", "x")
+    sender, receiver, _ = begin_held_push(held_stages, 6)
     receiver("close")
     receiver("tensor", "mine", 70, 8 * MB)
     sender.block["hold"] = 0
