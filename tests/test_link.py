@@ -672,6 +672,15 @@ class LaneEnd:
         self.connection, _ = self.listener.accept()
         self.connection.settimeout(SOON)
 
+    def takes_over(self, link: Link, sender: Sender) -> None:
+        """Have a link's session move here, as its sender offers."""
+        link.subscribe("0_1")
+        sender.welcomes(sender.hears(wire.Hello), lane=str(self.path))
+        link.await_peer(time.monotonic() + SOON)
+        self.accept()
+        hello = self.hears(wire.Hello)
+        self.says(msgspec.structs.replace(WELCOME, corr=hello.corr, lane=str(self.path)))
+
     def hears(self, kind: type) -> Any:
         request = wire.decode_request(self.connection.recv(lane.MAX_REQUEST_PACKET))
         assert isinstance(request, kind), request
@@ -696,12 +705,7 @@ def lane_end(tmp_path: Path) -> Iterator[LaneEnd]:
 def test_the_session_moves_to_the_lane(
     link: Link, sender: Sender, board: Switchboard, lane_end: LaneEnd
 ) -> None:
-    link.subscribe("0_1")
-    sender.welcomes(sender.hears(wire.Hello), lane=str(lane_end.path))
-    link.await_peer(time.monotonic() + SOON)
-    lane_end.accept()
-    hello = lane_end.hears(wire.Hello)
-    lane_end.says(msgspec.structs.replace(WELCOME, corr=hello.corr, lane=str(lane_end.path)))
+    lane_end.takes_over(link, sender)
     pulling = Pulling(link)
     pull = lane_end.hears(wire.Pull)
     lane_end.says(done_for(pull))
@@ -712,13 +716,7 @@ def test_the_session_moves_to_the_lane(
 def test_the_session_moves_back_when_the_lane_ends(
     link: Link, sender: Sender, board: Switchboard, lane_end: LaneEnd, tmp_path: Path
 ) -> None:
-    link.subscribe("0_1")
-    sender.welcomes(sender.hears(wire.Hello), lane=str(lane_end.path))
-    link.await_peer(time.monotonic() + SOON)
-    lane_end.accept()
-    lane_end.says(
-        msgspec.structs.replace(WELCOME, corr=lane_end.hears(wire.Hello).corr, lane=str(lane_end.path))
-    )
+    lane_end.takes_over(link, sender)
     pulling = Pulling(link)
     lane_end.hears(wire.Pull)
     lane_end.connection.close()
@@ -737,13 +735,7 @@ def test_the_session_moves_back_when_the_lane_ends(
 def test_what_was_settled_on_a_lane_that_ends_is_settled_again(
     link: Link, sender: Sender, board: Switchboard, lane_end: LaneEnd
 ) -> None:
-    link.subscribe("0_1")
-    sender.welcomes(sender.hears(wire.Hello), lane=str(lane_end.path))
-    link.await_peer(time.monotonic() + SOON)
-    lane_end.accept()
-    lane_end.says(
-        msgspec.structs.replace(WELCOME, corr=lane_end.hears(wire.Hello).corr, lane=str(lane_end.path))
-    )
+    lane_end.takes_over(link, sender)
     link.mailbox.take_unannounced(KEY, 5)
     link.post_later(link.settlement(5))
     lane_end.connection.close()
