@@ -271,7 +271,10 @@ class ControlSetup(ChildSetup, kw_only=True):
 
 
 class WorkerSetup(ChildSetup, kw_only=True):
-    """All that a transfer worker is told; engines, gpu_pool, threaded as in ControlSetup."""
+    """All that a transfer worker is told; engines, gpu_pool, threaded as in ControlSetup.
+
+    open_later: the GPU pool is opened for the first write from it.
+    """
 
     index: int
     identity: str
@@ -285,6 +288,7 @@ class WorkerSetup(ChildSetup, kw_only=True):
     device: str = "cpu"
     device_engine: str = ""
     gpu_pool: bytes = b""
+    open_later: bool = False
     trace_folder: str = ""
     epoch: str = ""
 

@@ -33,9 +33,12 @@ class Pair:
 
     def __init__(self, rig: Rig, folder: Path, runtime: Path, **config: Any) -> None:
         self.rig = rig
+        self._folder = folder
+        self._runtime = runtime
         self.sender = GpuStage(rig, folder / f"sender-{next(_keys)}", runtime)
         self.receiver = GpuStage(rig, folder / f"receiver-{next(_keys)}", runtime)
         base = {"host": "127.0.0.1", "memory_pool_size": POOL_BYTES, "prestart": False, **config}
+        self._settings = base
         port = self.sender("make", {**base, "role": "sender", "zmq_port": 0, "stage_id": 0}, rig.devices[0])
         upstream = {"sender_host": "127.0.0.1", "sender_zmq_port": port}
         settings = {**base, "role": "receiver", "stage_id": 1, "from_stage": 0, "to_stage": 1, **upstream}
@@ -63,6 +66,17 @@ class Pair:
             begin = self.sender("clock")
             passed.append((self.receiver("clock") - begin) / 1e3)
         return statistics.median(passed[_WARM:])
+
+    def land(self) -> None:
+        """Have a worker write, as for a receiver that cannot read its sender's pool."""
+        other = GpuStage(self.rig, self._folder / f"other-{next(_keys)}", self._runtime)
+        settings = {**self._settings, "delivery": "landing", "role": "receiver", "stage_id": 1}
+        other("make", settings, self.rig.devices[1])
+        key = f"landing-{next(_keys)}"
+        _, _, metadata = self.sender("timed_put", key, "figures", MB)
+        if other("timed_get", key, metadata, False)[1] != self.sender("check_sum", "figures", MB):
+            raise AssertionError("a payload that was written by a worker differs")
+        other.end()
 
     def gpu_memory(self) -> dict[str, dict[str, int]]:
         """Return the MiB that each process has on each GPU, as nvidia-smi tells; {} where it does not."""
@@ -178,15 +192,17 @@ def main() -> int:
                 "figures": figures(pair, bounce, sizes, rounds),
                 "MiB of GPU memory": pair.gpu_memory(),
             }
+            pair.land()
+            found["MiB of GPU memory, a worker has written"] = pair.gpu_memory()
             report["engines"][rig.name] = found
             (arguments.out / "connectors.json").write_text(json.dumps(report, indent=1))
             pair.end()
             bounce.end()
     print(table(report))
     for engine, found in report["engines"].items():
-        print(
-            engine, "harness alone:", found["harness_us_p50"], "us;", json.dumps(found["MiB of GPU memory"])
-        )
+        print(engine, "harness alone:", found["harness_us_p50"], "us")
+        for what in ("MiB of GPU memory", "MiB of GPU memory, a worker has written"):
+            print(engine, what, json.dumps(found[what]))
     return 0
 
 

@@ -21,6 +21,7 @@ from mori_mp.shared.errors import MoriMPError, StartupError, WireError
 from mori_mp.shared.faults import Faults
 from mori_mp.shared.messages import ControlSetup, FromWorker, WorkerReady, WorkerSetup
 from mori_mp.workers.dispatch import Dispatcher
+from mori_mp.workers.engines import ONE_HOST
 from mori_mp.workers.job_channel import JobChannel
 from mori_mp.workers.peers import Peers
 from mori_mp.workers.spawn import spawn
@@ -270,6 +271,7 @@ class Crew:
             device=setup.device,
             device_engine=setup.device_engine,
             gpu_pool=setup.gpu_pool,
+            open_later=setup.lend and setup.device_engine in ONE_HOST,
             trace_folder=setup.observing.trace_folder,
             epoch=setup.epoch,
             engine_options=setup.engine_options,

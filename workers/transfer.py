@@ -31,10 +31,10 @@ from mori_mp.shared.topology import format_cpulist
 from mori_mp.shared.tracing import Tracer
 from mori_mp.workers import childlog, engines
 from mori_mp.workers.boot import LIFELINE_FD
+from mori_mp.workers.device_engine import DeviceEngine
 from mori_mp.workers.engines import shm
 from mori_mp.workers.engines.base import Engine, EngineBroken, Ready, Transfer
 from mori_mp.workers.engines.bounce import BounceEngine
-from mori_mp.workers.engines.gpu_pool import BorrowedPool
 from mori_mp.workers.job_channel import JobChannel
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class TransferWorker:
         self._lifeline = lifeline
         os.set_inheritable(setup.jobs_fd, False)
         self._channel = JobChannel(socket.socket(fileno=setup.jobs_fd), messages.to_worker)
-        self._borrowed: BorrowedPool | None = None
+        self._device: DeviceEngine | None = None
         self._peers: dict[int, Engine] = {}  # which engine writes to each
         self._refused_peers: dict[int, _Refused] = {}
         self._under_way: list[_UnderWay] = []
@@ -93,9 +93,10 @@ class TransferWorker:
         try:
             loaded.append(engines.load(setup.engine, self._pool, setup.engine_options))
             if setup.device_engine:
-                self._borrowed = BorrowedPool(setup.gpu_pool)  # until this process exits
-                device = engines.load(setup.device_engine, self._borrowed.memory, setup.engine_options)
-                loaded.append(device)
+                self._device = DeviceEngine(setup.device_engine, setup.gpu_pool, setup.engine_options)
+                loaded.append(self._device)
+                if not setup.open_later:
+                    self._device.open()
         except MoriMPError as exc:
             for engine in loaded:
                 engine.close()
@@ -194,10 +195,10 @@ class TransferWorker:
         """Return what writes to a peer: the in-tree class has GPU memory for host payloads, too."""
         if message.device:
             return loaded[1]
-        if self._borrowed is None or shm.is_ours(message.mem_desc):
+        if self._device is None or shm.is_ours(message.mem_desc):
             return loaded[0]
         if len(loaded) < 3:
-            setup, borrowed = self._setup, self._borrowed
+            setup, borrowed = self._setup, self._device.pool
             loaded.append(
                 BounceEngine(
                     self._pool,
@@ -251,10 +252,11 @@ class TransferWorker:
         """Return what a job's write must wait for."""
         if job.event < 0:
             return None
-        events = self._borrowed.events if self._borrowed is not None else []
-        if job.event >= len(events):
-            raise TransferFailed(f"the pool has {len(events)} events, and none with number {job.event}")
-        return events[job.event]
+        if self._device is None:
+            raise TransferFailed(
+                f"this worker has no GPU pool, whose event {job.event} the write is to wait for"
+            )
+        return self._device.event(job.event)
 
     def _note(self, exc: MoriMPError) -> None:
         """End this worker, to be replaced, if its engine can do nothing any more."""

@@ -98,6 +98,31 @@ def test_who_moves_the_bytes(stages: Stages, delivery: str, wrote: bool) -> None
     assert (receiver("health")["receiver"]["counters"]["lease"] == 1) is not wrote
 
 
+@deliveries
+def test_a_worker_opens_the_gpu_pool_for_its_first_write(stages: Stages, delivery: str) -> None:
+    """Not before, where receivers can read it: a GPU context takes memory."""
+    if not stages.rig.holds:
+        pytest.skip("only the memory of the emulated GPU shows in a process's maps")
+    sender, receiver = stages.pair(delivery=delivery)
+
+    def opened() -> bool:
+        workers = children(sender, "worker")
+        assert workers
+        return any("memfd:hipemu" in region.path for worker in workers for region in worker.memory_maps())
+
+    assert opened() is (delivery == "landing")
+    sender("tensor", "x", 28, MB)
+    for number in range(3):
+        _, _, metadata = sender("put", f"k{number}", "x")
+        assert receiver("get", f"k{number}", metadata, 10.0)["digest"] == crc(28, MB)
+        receiver("release", f"k{number}")
+    assert opened() is (delivery == "landing")
+    other, _ = stages.make(1, role="receiver", stage_id=1, delivery="landing")
+    _, _, metadata = sender("put", "k", "x")
+    assert other("get", "k", metadata, 20.0)["digest"] == crc(28, MB)
+    assert opened()
+
+
 def test_more_puts_at_once_than_events(stages: Stages) -> None:
     sender, receiver = stages.pair()
     sender("tensor", "x", 7, 4096)

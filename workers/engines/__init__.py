@@ -23,10 +23,22 @@ _MODULES = {
 }
 
 
+ONE_HOST = frozenset({"cuda_ipc", "xgmi"})
+"""Engines over GPU pools that reach their own host only, where receivers can read a sender's pool."""
+
+
 def load(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> Engine:
     """Make an engine over memory that this process has mapped. Raises EngineUnavailable or ConfigError."""
     factory = cast(EngineFactory, _module(name).make)
     return factory(name, LocalMemory.of(memory), options)
+
+
+def check(name: str, options: dict[str, Any]) -> int:
+    """Check what load() needs, as far as that goes without a GPU context; returns the engine's depth.
+
+    Raises EngineUnavailable or ConfigError.
+    """
+    return int(_module(name).check(name, options))
 
 
 def receive(name: str, memory: Pool | LocalMemory, options: dict[str, Any]) -> Passive:

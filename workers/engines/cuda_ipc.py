@@ -159,7 +159,7 @@ class CudaIpcEngine(PollingEngine[_Link, _Write]):
                 )
             self._bus_id = runtime.bus_id(memory.device)
             streams = int(options.get("cuda_ipc_num_streams", DEFAULT_STREAMS))
-            self.depth = int(options.get("cuda_ipc_num_events", DEFAULT_EVENTS))
+            self.depth = _depth(options)
             self._streams = [_Stream(runtime.stream_create()) for _ in range(streams)]
             self._events = [runtime.event_create() for _ in range(self.depth)]
         except GpuError as exc:
@@ -264,6 +264,16 @@ class CudaIpcEngine(PollingEngine[_Link, _Write]):
                 f"GPU {self._bus_id} cannot access GPU {bus_id} of receiver {key} directly (no peer access); "
                 f"use backend_type rdma, or GPUs that share NVLink, XGMI or a PCIe switch"
             )
+
+
+def check(name: str, options: dict[str, Any]) -> int:
+    """Load the GPU's runtime; returns the engine's depth. Raises EngineUnavailable."""
+    gpu_runtime.load()
+    return _depth(options)
+
+
+def _depth(options: dict[str, Any]) -> int:
+    return int(options.get("cuda_ipc_num_events", DEFAULT_EVENTS))
 
 
 def make(name: str, memory: LocalMemory, options: dict[str, Any]) -> CudaIpcEngine:

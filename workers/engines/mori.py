@@ -146,8 +146,7 @@ class MoriEngine(PollingEngine[_Link, _Write]):
         self.name = name
         self._api = api or mori_api.load_api()
         self._options = options
-        config = mori_api.backend_config(self._api, name, options)
-        self.depth = _RDMA_DEPTH if name == "rdma" else max(1, min(config.num_streams, config.num_events))
+        self.depth = _depth(self._api, name, options)
         # Made now, so that a missing device is known at the start; the first peer gets it.
         self._spare: _Lane | None = self._new_lane()
 
@@ -250,6 +249,19 @@ class MoriEngine(PollingEngine[_Link, _Write]):
                 f"receiver {receiver.key} describes GPU memory without an IPC handle: it was registered "
                 f"before its backend was made, or it is memory that was itself imported"
             )
+
+
+def check(name: str, options: dict[str, Any]) -> int:
+    """Import Mori and fill its configuration; returns the engine's depth.
+
+    Raises EngineUnavailable or ConfigError.
+    """
+    return _depth(mori_api.load_api(), name, options)
+
+
+def _depth(api: Any, name: str, options: dict[str, Any]) -> int:
+    config = mori_api.backend_config(api, name, options)
+    return _RDMA_DEPTH if name == "rdma" else max(1, min(config.num_streams, config.num_events))
 
 
 def make(name: str, memory: LocalMemory, options: dict[str, Any]) -> MoriEngine:
