@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from mori_mp import interpreter_probe
 from mori_mp.config import ConnectorConfig
 from mori_mp.endpoint import check_bindable, resolve_host
+from mori_mp.shared import registry
 from mori_mp.shared.errors import ConfigError, StartupError
 from mori_mp.workers.spawn import module_path
 
@@ -69,15 +70,16 @@ def check_sender_host(config: ConnectorConfig) -> None:
 
 
 class Claim(NamedTuple):
-    """An address that a stage is going to listen at, and what for."""
+    """An address that a stage is going to listen at, what for, and the key that sets the port."""
 
     stage_id: int
     purpose: Literal["listener", "metrics"]
     host: str
     port: int
+    key: str
 
-
-_KEYS = {"listener": "zmq_port", "metrics": "prometheus_port + stage_id"}
+    def __str__(self) -> str:
+        return f"{self.purpose} ({self.key}{' + stage_id' if self.purpose == 'metrics' else ''})"
 
 
 def claims(config: ConnectorConfig, puts: bool) -> list[Claim]:
@@ -87,15 +89,23 @@ def claims(config: ConnectorConfig, puts: bool) -> list[Claim]:
         return []
     host = resolve_host(endpoint[0])
     wanted = [
-        Claim(config.stage_id, "listener", host, endpoint[1]),
-        Claim(config.stage_id, "metrics", host, config.metrics_port()),
+        Claim(config.stage_id, "listener", host, endpoint[1], config.listener_key()),
+        Claim(config.stage_id, "metrics", host, config.metrics_port(), "prometheus_port"),
     ]
     return [claim for claim in wanted if claim.port]
 
 
 def check_claim(claim: Claim) -> None:
     """Raise StartupError if the address cannot be listened at now."""
-    check_bindable(claim.host, claim.port, "prometheus_port" if claim.purpose == "metrics" else "zmq_port")
+    check_bindable(claim.host, claim.port, claim.key)
+
+
+def holder(claim: Claim, base: Path) -> registry.Card | None:
+    """Return the connector of this host that listens at an address; None if none of those below base does."""
+    endpoint = (
+        f"tcp://[{claim.host}]:{claim.port}" if ":" in claim.host else f"tcp://{claim.host}:{claim.port}"
+    )
+    return next((found.card for found in registry.live(base) if found.card.endpoint == endpoint), None)
 
 
 def collisions(claimed: Iterable[Claim]) -> Iterator[tuple[int, str]]:
@@ -104,9 +114,12 @@ def collisions(claimed: Iterable[Claim]) -> Iterator[tuple[int, str]]:
     for claim in claimed:
         owner = owners.setdefault((claim.host, claim.port), claim)
         if owner is not claim:
-            key = "prometheus_port" if "metrics" in (claim.purpose, owner.purpose) else "zmq_port"
+            key = next((one.key for one in (claim, owner) if one.key != "zmq_port"), "zmq_port")
+            cure = f"change {key}"
+            if key == "outgoing.zmq_port":  # what stages share says, each of them reads
+                cure += ", or name the one stage that it is for in outgoing.from_stage"
             yield (
                 claim.stage_id,
-                f"{claim.host}:{claim.port} would be its {claim.purpose} ({_KEYS[claim.purpose]}) and the "
-                f"{owner.purpose} ({_KEYS[owner.purpose]}) of stage {owner.stage_id}; change {key}",
+                f"{claim.host}:{claim.port} would be its {claim} and the {owner} of stage {owner.stage_id}; "
+                f"{cure}",
             )

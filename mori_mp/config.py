@@ -355,6 +355,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         endpoint = self._listener()
         return None if isinstance(endpoint, str) else endpoint
 
+    def listener_key(self) -> str:
+        """Return the key that sets the listener's port."""
+        return "zmq_port" if self._outgoing() is None else "outgoing.zmq_port"
+
     def metrics_port(self) -> int:
         """Port that this stage's metrics are served at: one YAML does for all stages of a host. 0 = none."""
         return self.prometheus_port and self.prometheus_port + max(self.stage_id, 0)
@@ -372,9 +376,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
         endpoint = self._listener()
         return endpoint if isinstance(endpoint, str) else ""
 
-    def _listener(self) -> tuple[str, int] | str:
+    def _outgoing(self) -> Outgoing | None:
         out = self.outgoing
-        if out is not None and (self.stage_id < 0 or out.from_stage in (None, self.stage_id)):
+        ours = out is not None and (self.stage_id < 0 or out.from_stage in (None, self.stage_id))
+        return out if ours else None
+
+    def _listener(self) -> tuple[str, int] | str:
+        out = self._outgoing()
+        if out is not None:
             return (self.host if out.host is None else out.host), out.zmq_port
         # The host's port arithmetic gives a dual stage its upstream's own port: it has to move on from there.
         if self.role != "receiver" and not (self.role == "dual" and self.zmq_port == self.sender_zmq_port):

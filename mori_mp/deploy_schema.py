@@ -251,7 +251,9 @@ class _EdgeBuilder:
         if not isinstance(extra, dict):
             raise DeployError(f"{where}: extra must be a mapping, got {extra!r}. Fill it or remove the key.")
         _warn_of_near(definition, ("name", "extra"), place, self._warnings)
-        if name not in REGISTERED_NAMES and (meant := nearest(name, REGISTERED_NAMES)):
+        whole = f"{name}Connector"
+        meant = whole if whole in REGISTERED_NAMES else nearest(name, REGISTERED_NAMES)
+        if name not in REGISTERED_NAMES and meant:
             _warn(f"{place} has name {name!r}; did you mean {meant!r}?", self._warnings)
         odd = [key for key in extra if not isinstance(key, str)]
         if odd:

@@ -15,13 +15,15 @@ from mori_mp.beforehand import (
     check_sender_host,
     claims,
     collisions,
+    holder,
 )
 from mori_mp.config import ConnectorConfig, misspelt_keys
 from mori_mp.deploy import Deploy, load_deploy
 from mori_mp.doctor_host import Finding, Level
-from mori_mp.ports import OWN_NAMES, TRANSFER_ENGINE_NAMES
-from mori_mp.shared.errors import EngineUnavailable, MoriMPError
+from mori_mp.ports import DEFAULT_BASE_PORT, OWN_NAMES, TRANSFER_ENGINE_NAMES
+from mori_mp.shared.errors import ConfigError, DeployError, EngineUnavailable, MoriMPError
 from mori_mp.shared.memory import available_bytes
+from mori_mp.shared.runtime import base_directory
 
 _AREA = "deploy"
 _CORRECT = "correct the connector's `extra` in the file"
@@ -49,6 +51,8 @@ def check_deploy(path: Path) -> Iterator[Finding]:
         on_gpu = config.memory_pool_device != "cpu"
         wanted += config.host_pool_size if on_gpu else config.memory_pool_size
         puts = bool(node.outputs) or config.role != "receiver"
+        if on_gpu:
+            yield from _gpu_findings(what, config, engine, puts)
         try:
             check_sender_host(config)
         except MoriMPError as exc:
@@ -84,9 +88,42 @@ def _read(deploy: Deploy, stage_id: int) -> tuple[list[Finding], ConnectorConfig
         fix = "do as it says, or set a backend_type that this host has (engines, above)"
         return [*found, Finding(_AREA, what, "broken", str(exc), fix)], None, ""
     except MoriMPError as exc:
-        return [*found, Finding(_AREA, what, "broken", str(exc), _CORRECT)], None, ""
+        found.append(Finding(_AREA, what, "broken", str(exc), _CORRECT))
+        if isinstance(exc, DeployError):  # it is about the port; what else is wrong?
+            found += _other_problems(deploy, stage_id)
+        return found, None, ""
     found.append(Finding(_AREA, what, "ok", f"{resolved.name}, {config.role}, engine {engine} ({reason})"))
     return found, config, engine
+
+
+def _other_problems(deploy: Deploy, stage_id: int) -> Iterator[Finding]:
+    """What is wrong with a stage's configuration but for its port."""
+    try:
+        ConnectorConfig.from_dict(
+            deploy.connector_for_stage(stage_id, overrides={"zmq_port": DEFAULT_BASE_PORT}).config
+        )
+    except ConfigError as exc:
+        yield Finding(_AREA, f"stage {stage_id}", "broken", str(exc), _CORRECT)
+    except DeployError:
+        return  # the same again: it was not about zmq_port
+
+
+def _gpu_findings(what: str, config: ConnectorConfig, engine: str, puts: bool) -> Iterator[Finding]:
+    """What a GPU pool takes, and what goes past it."""
+    detail = f"{config.memory_pool_size / 2**30:.2f} GiB of GPU memory for its pool"
+    if puts:
+        where = " on every GPU that it sees" if engine == "xgmi" else ""
+        detail += f", some 0.5 GiB{where} for each of {config.num_transfer_workers} workers that has to write"
+    yield Finding(_AREA, what, "ok", f"{detail}; gpu_memory_utilization must leave that")
+    if config.tensor_device != "pool":
+        yield Finding(
+            _AREA,
+            what,
+            "note",
+            "tensor_device: cpu: GPU tensors inside objects, which vLLM-Omni's stages put, go through host "
+            "memory",
+            "set tensor_device: pool at both ends, or keep a host pool (backend_type: shm)",
+        )
 
 
 def _interpreter_finding(what: str, python: str, engine: str, version: Callable[[str, str], str]) -> Finding:
@@ -110,15 +147,29 @@ def _port_findings(what: str, config: ConnectorConfig, puts: bool) -> Iterator[F
             check_claim(claim)
         except MoriMPError as exc:
             taken = isinstance(exc.__cause__, OSError) and exc.__cause__.errno == errno.EADDRINUSE
-            fix = (
-                f"see who has it: ss -ltnp 'sport = :{claim.port}'" if taken else "correct `host` in the file"
-            )
-            needed = puts and claim.purpose == "listener"
-            if not needed and not config.observed():
+            card = holder(claim, base_directory(config.runtime_dir)) if taken else None
+            if card is not None and card.stage_id == config.stage_id:
+                detail = f"{where} is this stage's already: process {card.pid} runs it now"
+                yield Finding(_AREA, what, "note", detail, "nothing, unless another one is to be started")
+                continue
+            if card is not None:
+                stage = f", stage {card.stage_id}," if card.stage_id >= 0 else ""
+                fix = f"end process {card.pid}{stage} which has it"
+            elif taken:
+                fix = f"see who has it: ss -ltnp 'sport = :{claim.port}'"
+            else:
+                fix = "correct `host` in the file"
+            level = _level(claim, puts)
+            if level != "broken" and not config.observed():
                 fix += "; or set prestart: false, since a last stage has no need of it"
-            yield Finding(_AREA, what, "broken" if needed else "warning", str(exc), fix)
+            yield Finding(_AREA, what, level, str(exc), fix)
             if not taken:
                 return  # the host is at fault, and would be again
         else:
             metrics = claim.purpose == "metrics"
             yield Finding(_AREA, what, "ok", f"{where} is free" + (", for metrics" if metrics else ""))
+
+
+def _level(claim: Claim, puts: bool) -> Level:
+    """How bad it is that an address is not to be had."""
+    return "broken" if puts and claim.purpose == "listener" else "warning"

@@ -136,17 +136,17 @@ def test_a_last_stage_listens_if_it_is_told_to() -> None:
 @pytest.mark.parametrize(("purpose", "key"), [("listener", "zmq_port"), ("metrics", "prometheus_port")])
 def test_an_address_that_is_taken(purpose: Any, key: str, taken: int) -> None:
     with pytest.raises(StartupError, match=f"127.0.0.1:{taken}.*change {key}"):
-        beforehand.check_claim(Claim(0, purpose, "127.0.0.1", taken))
+        beforehand.check_claim(Claim(0, purpose, "127.0.0.1", taken, key))
 
 
 def test_addresses_that_two_are_to_have() -> None:
     made = [
-        Claim(0, "listener", "127.0.0.1", 50051),
-        Claim(0, "metrics", "127.0.0.1", 9400),
-        Claim(1, "listener", "127.0.0.1", 9400),
-        Claim(1, "metrics", "::1", 9400),  # another address
-        Claim(2, "listener", "127.0.0.1", 50051),
-        Claim(3, "metrics", "127.0.0.1", 50051),
+        Claim(0, "listener", "127.0.0.1", 50051, "zmq_port"),
+        Claim(0, "metrics", "127.0.0.1", 9400, "prometheus_port"),
+        Claim(1, "listener", "127.0.0.1", 9400, "zmq_port"),
+        Claim(1, "metrics", "::1", 9400, "prometheus_port"),  # another address
+        Claim(2, "listener", "127.0.0.1", 50051, "zmq_port"),
+        Claim(3, "metrics", "127.0.0.1", 50051, "prometheus_port"),
     ]
     found = dict(beforehand.collisions(made))
     assert found.keys() == {1, 2, 3}
@@ -154,3 +154,23 @@ def test_addresses_that_two_are_to_have() -> None:
     assert found[1].endswith("of stage 0; change prometheus_port")
     assert found[2].endswith("the listener (zmq_port) of stage 0; change zmq_port")
     assert found[3].endswith("the listener (zmq_port) of stage 0; change prometheus_port")
+
+
+def test_a_collision_of_what_all_stages_read_is_cured_where_it_comes_from() -> None:
+    made = [Claim(stage, "listener", "127.0.0.1", 50099, "outgoing.zmq_port") for stage in (0, 1)]
+    (_, text), *more = beforehand.collisions(made)
+    assert not more
+    assert "its listener (outgoing.zmq_port) and the listener (outgoing.zmq_port) of stage 0" in text
+    assert text.endswith(
+        "change outgoing.zmq_port, or name the one stage that it is for in outgoing.from_stage"
+    )
+
+
+def test_whose_port_it_is() -> None:
+    shared = {"role": "receiver", "stage_id": 1, **UPSTREAM}
+    for outgoing, key in (
+        ({"zmq_port": 50099}, "outgoing.zmq_port"),
+        ({"zmq_port": 50099, "from_stage": 0}, "zmq_port"),
+    ):
+        config = ConnectorConfig.from_dict({**shared, "outgoing": outgoing})
+        assert [claim.key for claim in beforehand.claims(config, True)] == [key]

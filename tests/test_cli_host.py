@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -490,12 +491,61 @@ def deploy(folder: Path, port: int = 50051, engine: str = "shm", size: str = "16
 
 
 def test_doctor_names_a_port_that_is_taken(make_connector: Factory, tmp_path: Path) -> None:
-    port = make_connector.sender().zmq_port
-    assert port is not None
-    found = findings("--no-self-test", "--deploy-config", deploy(tmp_path, port))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        found = findings("--no-self-test", "--deploy-config", deploy(tmp_path, port))
     assert [f["level"] for f in found["deploy", "stage 0"]] == ["ok", "broken"]
     assert f"sport = :{port}" in found["deploy", "stage 0"][1]["fix"]
     assert found["deploy", "stage 1"][0]["level"] == "ok"
+
+
+def test_doctor_knows_connectors_that_run(make_connector: Factory, tmp_path: Path) -> None:
+    port = make_connector.sender(stage_id=0).zmq_port
+    assert port is not None
+    _, finding = findings("--no-self-test", "--deploy-config", deploy(tmp_path, port))["deploy", "stage 0"]
+    assert finding["level"] == "note"
+    assert finding["detail"] == f"127.0.0.1:{port} is this stage's already: process {os.getpid()} runs it now"
+    other = make_connector.sender(stage_id=7).zmq_port
+    assert other is not None
+    _, finding = findings("--no-self-test", "--deploy-config", deploy(tmp_path, other))["deploy", "stage 0"]
+    assert finding["level"] == "broken"
+    assert finding["fix"] == f"end process {os.getpid()}, stage 7, which has it"
+
+
+def test_doctor_tells_what_a_gpu_pool_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mori_mp.doctor_deploy.choose", lambda config: (config.backend_type, "named"))
+    path = with_keys(deploy(tmp_path, engine="xgmi", size="512MiB"), "memory_pool_device: cuda")
+    found = findings("--no-self-test", "--deploy-config", path)
+    _, takes, past, _ = found["deploy", "stage 0"]
+    assert takes["level"] == "ok"
+    assert "0.50 GiB of GPU memory for its pool, some 0.5 GiB on every GPU that it sees" in takes["detail"]
+    assert "workers" not in found["deploy", "stage 1"][1]["detail"]  # it never puts
+    assert past["level"] == "note"
+    assert "tensor_device: pool" in past["fix"]
+    keys = "memory_pool_device: cuda, tensor_device: pool"
+    path = with_keys(deploy(tmp_path, engine="xgmi", size="512MiB"), keys)
+    assert len(findings("--no-self-test", "--deploy-config", path)["deploy", "stage 0"]) == 3
+
+
+def test_doctor_lists_what_is_wrong_beside_a_port(tmp_path: Path) -> None:
+    path = deploy(tmp_path, size="lots")
+    path.write_text(path.read_text().replace("zmq_port: 50051", "zmq_port: 50o51"))
+    first, second = findings("--no-self-test", "--deploy-config", path)["deploy", "stage 0"]
+    assert "zmq_port must be a port number, got '50o51'" in first["detail"]
+    assert "memory_pool_size" in second["detail"]
+    path = deploy(tmp_path)
+    path.write_text(path.read_text().replace("zmq_port: 50051", "zmq_port: 50o51"))
+    assert len(findings("--no-self-test", "--deploy-config", path)["deploy", "stage 0"]) == 1
+
+
+def test_doctor_knows_a_class_by_half_its_name(tmp_path: Path) -> None:
+    path = deploy(tmp_path)
+    path.write_text(path.read_text().replace("MoriTransferEngineConnector", "MoriTransferEngine"))
+    (finding,) = findings("--no-self-test", "--deploy-config", path)["deploy", "deploy.yaml"]
+    assert finding["level"] == "warning"
+    assert "did you mean 'MoriTransferEngineConnector'?" in finding["detail"]
 
 
 def test_doctor_names_what_a_deployment_cannot_have(tmp_path: Path) -> None:
@@ -568,7 +618,7 @@ def test_doctor_checks_the_ports_of_metrics(make_connector: Factory, tmp_path: P
     assert last["level"] == "warning"
     assert f"127.0.0.1:{taken}" in last["detail"]
     assert "change prometheus_port" in last["detail"]
-    assert last["fix"] == f"see who has it: ss -ltnp 'sport = :{taken}'"
+    assert last["fix"] == f"end process {os.getpid()}, stage 0, which has it"
 
 
 def test_doctor_finds_ports_that_are_given_twice(tmp_path: Path) -> None:
