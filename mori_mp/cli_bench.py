@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mori_mp.cli_console import table_console
+from mori_mp.cli_console import crowded, table_console
 from mori_mp.config_keys import read_size
 from mori_mp.pipeline.command import Delivery, parse_settings
 from mori_mp.shared.errors import MoriMPError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _FAILED = 1
 _MIN_SIZE, _MAX_SIZE = 8, 1 << 30
-_ENOUGH_CPUS = 4  # two stages, a control process and a worker
+_PROCESSES = 4  # two stages, a control process and a worker
 _SIZES = "4KiB,64KiB,1MiB,16MiB"
 
 
@@ -98,11 +98,8 @@ def bench(
         typer.echo(json.dumps({**told, "cases": [msgspec.to_builtins(case) for case in cases]}, indent=1))
     else:
         table_console().print(table(cases))
-        if len(os.sched_getaffinity(0)) < _ENOUGH_CPUS:
-            typer.echo(
-                f"Measured on {len(os.sched_getaffinity(0))} CPUs, fewer than the {_ENOUGH_CPUS} processes "
-                f"that take turns here: these are times of the scheduler as much as of transfers."
-            )
+        if note := crowded(_PROCESSES):
+            typer.echo(note)
 
 
 def table(cases: list[Case]) -> Table:

@@ -1,4 +1,4 @@
-"""The console that commands print their tables to."""
+"""The console that commands print their tables to, and what they say alike."""
 
 from __future__ import annotations
 
@@ -20,3 +20,14 @@ def table_console(**options: Any) -> Console:
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console.width = _WIDE
     return console
+
+
+def crowded(processes: int) -> str:
+    """Return what to think of times that so many processes were measured with on this machine's CPUs."""
+    cpus = len(os.sched_getaffinity(0))
+    if cpus >= processes:
+        return ""
+    return (
+        f"Measured on {cpus} CPUs, fewer than the {processes} processes that take turns here: these are "
+        f"times of the scheduler as much as of transfers."
+    )

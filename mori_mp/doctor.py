@@ -64,9 +64,10 @@ def examine(deploy: Path | None = None, self_test: bool = True) -> list[Finding]
     return [finding for check in checks for finding in _guarded(check)]
 
 
-def healthy(findings: Iterable[Finding]) -> bool:
-    """Tell whether nothing that is needed is broken."""
-    return all(finding.level != "broken" for finding in findings)
+def healthy(findings: Iterable[Finding], strict: bool = False) -> bool:
+    """Tell whether nothing that is needed is broken, or, if strict, worth a warning."""
+    bad = {"broken", "warning"} if strict else {"broken"}
+    return all(finding.level not in bad for finding in findings)
 
 
 def _guarded(check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

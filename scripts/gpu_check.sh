@@ -13,7 +13,7 @@
 # PYTHON names the interpreter (default python3): CPython 3.10 or 3.12 with amd-mori, msgspec, pyzmq, pytest,
 # pytest-timeout, pytest-xdist, torch and the test requirements of pyproject.toml. On AMD GPUs xgmi is Mori over ROCm. On
 # NVIDIA GPUs it is the same unmodified Mori over a HIP runtime that passes its calls on to CUDA, built here with gcc
-# (CUDA_HOME, default /usr/local/cuda). Two GPUs are used where there are two. Takes about seven minutes.
+# (CUDA_HOME, default /usr/local/cuda). Two GPUs are used where there are two. Takes eight minutes.
 #
 # Exit status: 0 all passed, 1 something failed, 2 usage, 3 no GPU.
 set -euo pipefail
@@ -66,6 +66,11 @@ if [[ $wheels ]]; then
     path=$build/site:$path
 fi
 export PYTHONPATH=$path:$root/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+
+if [[ $("$python" -c 'import torch; print("hip" if torch.version.hip else "cuda" if torch.version.cuda else "cpu")') != "$kind" ]]; then
+    printf 'the torch of %s is not a build for %s; install one that is\n' "$python" "$kind" >&2
+    exit 2
+fi
 
 {
     date -u +%Y-%m-%dT%H:%M:%SZ

@@ -28,6 +28,7 @@ from connector_support import (
 from typer.testing import CliRunner, Result
 
 from mori_mp import cli, cli_health, cli_top, doctor_host, observe
+from mori_mp.cli_console import crowded
 from mori_mp.observe import Row, Sample
 from mori_mp.shared import registry
 from mori_mp.shared.errors import PoolUnbacked
@@ -576,6 +577,22 @@ def test_doctor_warns_of_what_is_nearly_right(tmp_path: Path) -> None:
     assert "'output_connectors'" in finding["detail"]
 
 
+def test_doctor_may_be_strict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mori_mp.doctor.check_cpus", lambda: ())  # this machine's own warnings
+    monkeypatch.setattr("mori_mp.doctor.check_limits", lambda: ())
+    arguments = ("doctor", "--no-self-test", "--deploy-config")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        free = listener.getsockname()[1]
+    path = with_keys(deploy(tmp_path, free), "prestart: false")
+    assert run(*arguments, path, "--strict").exit_code == 0
+    path = with_keys(deploy(tmp_path, free), "prestart: false, memory_pool_sise: 1")
+    assert run(*arguments, path).exit_code == 0
+    result = run(*arguments, path, "--strict")
+    assert result.exit_code == 1
+    assert result.output.count("memory_pool_sise") == 1  # both stages in one row
+
+
 def test_doctor_checks_the_port_of_a_last_stage_too(make_connector: Factory, tmp_path: Path) -> None:
     port = make_connector.sender().zmq_port
     assert port is not None
@@ -693,3 +710,9 @@ def test_the_version_is_told() -> None:
 
 def test_the_shell_can_complete() -> None:
     assert "--install-completion" in run("--help").output
+
+
+def test_measurements_on_few_cpus_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert crowded(3) == ""
+    assert crowded(4).startswith("Measured on 3 CPUs, fewer than the 4 processes")

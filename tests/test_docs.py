@@ -142,7 +142,7 @@ def test_the_readme_health_report_has_the_keys_that_it_says(example_output: list
     assert keys(shown) - keys(real) == set()
     left_out = README.split("<!-- health:begin -->")[0].rpartition("## Reading health()")[2]
     assert real.keys() - shown.keys() == {name for name in real if f"`{name}`" in left_out}
-    for part_of in ("pool", "sender"):
+    for part_of in ("pool", "sender", "receiver"):
         assert keys(shown[part_of]) == keys(real[part_of])
 
 

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from mori_mp.cli_console import crowded
 from mori_mp.pipeline.processes import ProcessRow
 from mori_mp.pipeline.runner import RunOutcome, StageReport
 from mori_mp.pipeline.stats import EdgeReport, Summary, ratio
@@ -114,6 +115,8 @@ def print_outcome(console: Console, outcome: RunOutcome, title: str, *, show_pro
         console.print(traffic_table(outcome.edges, title))
         console.print(time_table(outcome.edges))
         console.print(stage_table(outcome.stages))
+        if note := crowded(len(outcome.processes)):
+            console.print(Text(note, style="dim"), soft_wrap=True)
     if show_processes:
         console.print(process_table(outcome.processes))
     # One line each however long they are: they are for searching and copying.
