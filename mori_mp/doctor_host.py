@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -195,6 +196,17 @@ def check_devices() -> Iterator[Finding]:
         name = torch.cuda.get_device_name(number)
         where = f"node {node} ({how})" if node is not None else f"NUMA node unknown: {how}"
         yield Finding("devices", f"cuda:{number}", "ok", f"{name} at {address or 'unknown address'}, {where}")
+    access = torch.cuda.can_device_access_peer
+    apart = [
+        f"cuda:{one} and cuda:{other}"
+        for one, other in combinations(range(count), 2)
+        if not (access(one, other) and access(other, one))
+    ]
+    if apart:
+        fix = "place stages with GPU pools on others (NVLink, XGMI, one PCIe switch), or keep host pools"
+        yield Finding("devices", "peer access", "warning", f"none between {', '.join(apart)}", fix)
+    elif count > 1:
+        yield Finding("devices", "peer access", "ok", "all GPUs reach each other")
     if not count:
         seen = len(topology.gpus)
         if seen:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import sysfs_tree as trees
+import torch
 from connector_support import (
     MIB,
     Factory,
@@ -716,3 +717,21 @@ def test_measurements_on_few_cpus_say_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     assert crowded(3) == ""
     assert crowded(4).startswith("Measured on 3 CPUs, fewer than the 4 processes")
+
+
+@pytest.mark.parametrize(("reached", "level"), [(True, "ok"), (False, "warning")])
+def test_doctor_tells_which_gpus_reach_each_other(
+    monkeypatch: pytest.MonkeyPatch, reached: bool, level: str
+) -> None:
+    for name, answer in (
+        ("is_available", lambda: True),
+        ("device_count", lambda: 3),
+        ("get_device_name", lambda number: "GPU"),
+        ("can_device_access_peer", lambda one, other: reached or (one, other) != (2, 1)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(doctor_host, "gpu_address", lambda device: (None, ["unknown"]))
+    (finding,) = [one for one in doctor_host.check_devices() if one.what == "peer access"]
+    assert finding.level == level
+    if not reached:
+        assert finding.detail == "none between cuda:1 and cuda:2"
