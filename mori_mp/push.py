@@ -150,7 +150,7 @@ class Pusher:
             if self._closed or target.memory.gone or self._targets.get(edge) is not target:
                 return None
             record = target.fitting(size)
-            if record is None or not target.posts.begin(record):
+            if record is None or not target.posts.begin(record, size):
                 return None
             target.filling += 1
             return record

@@ -179,11 +179,14 @@ class Posts:
         """Return where the slot of a record lies in the receiver's pool."""
         return self._offsets[record]
 
-    def begin(self, record: int) -> bool:
-        """Take a POSTED record to fill it, and lock it; False if it is not to be had."""
+    def begin(self, record: int, size: int) -> bool:
+        """Take a POSTED record to fill it, and lock it; False if it is not to be had.
+
+        Nor is one that has been taken back and posted again since it was found, with no room for size bytes.
+        """
         if self._states[record] != POSTED or not self.lock(record):
             return False
-        if self._states[record] != POSTED:
+        if self._states[record] != POSTED or self._rooms[record] < size:
             self.unlock(record)
             return False
         self._states[record] = WRITING

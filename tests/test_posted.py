@@ -19,7 +19,7 @@ from mori_mp.posted import PostedSlots, room_for
 from mori_mp.push import Push, Pusher
 from mori_mp.shared.errors import WireError
 from mori_mp.shared.pool import BLOCK, host_id
-from mori_mp.shared.posts import POSTED, PostsDescriptor
+from mori_mp.shared.posts import POSTED, RECORDS, Posts, PostsDescriptor
 from mori_mp.workers.engines import gpu_pool
 from mori_mp.workers.engines.base import LocalMemory
 from mori_mp.workers.engines.gpu_pool import GpuPoolDescriptor
@@ -187,6 +187,24 @@ def test_a_slot_that_is_too_small_or_much_too_large_is_not_filled(pair: Pair, si
     pair.expect(POOL // 8)
     assert pair.push("k", 1, size) is None
     assert pair.push("k", 1, POOL // 16) is not None
+
+
+def test_a_slot_that_is_posted_again_with_less_room_meanwhile_is_not_overrun(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.expect(4 * BLOCK)
+    find = Posts.fitting
+
+    def find_and_lose(posts: Posts, size: int, below: int) -> int | None:
+        found = find(posts, size, below)
+        pair.posts.reclaim()
+        pair.expect(*[BLOCK] * RECORDS)
+        return found
+
+    monkeypatch.setattr(Posts, "fitting", find_and_lose)
+    assert pair.begin(4 * BLOCK) is None
+    assert pair.theirs.targets == []
+    assert pair.posted() == RECORDS * BLOCK
 
 
 def test_a_taken_slot_is_the_takers(pair: Pair) -> None:

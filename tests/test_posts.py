@@ -35,7 +35,7 @@ def test_a_posted_slot_is_filled_and_found(ours: Posts, theirs: Posts) -> None:
     ours.post(3, 8192, 4096)
     assert theirs.states() == [FREE] * 3 + [POSTED] + [FREE] * (RECORDS - 4)
     assert (theirs.fitting(4096, 4097), theirs.offset(3)) == (3, 8192)
-    assert theirs.begin(3)
+    assert theirs.begin(3, 1)
     assert ours.states()[3] == WRITING
     assert ours.filled(3) is None
     theirs.fill(3, KEY, 41, 1000, 9)
@@ -52,7 +52,7 @@ def test_every_record_is_its_own(ours: Posts, theirs: Posts) -> None:
         ours.post(record, record << 40, (record + 1) << 30)
     for record in range(RECORDS):
         assert theirs.fitting((record << 30) + 1, 1 << 40) == record
-        assert theirs.begin(record)
+        assert theirs.begin(record, 1)
         theirs.fill(record, b"k%d" % record * 100, (1 << 62) + record, record << 35, record - 1)
     for record in range(RECORDS):
         assert ours.filled(record) == Filled(record, (1 << 62) + record, record << 35, record - 1)
@@ -63,7 +63,7 @@ def test_every_record_is_its_own(ours: Posts, theirs: Posts) -> None:
 def test_the_smallest_posted_slot_that_fits_is_found(ours: Posts, theirs: Posts) -> None:
     for record, room in enumerate((8192, 4096, 8192, 1 << 20)):
         ours.post(record, record << 20, room)
-    assert theirs.begin(1)
+    assert theirs.begin(1, 1)
     assert theirs.fitting(4096, 1 << 30) in (0, 2)
     assert theirs.fitting(8193, 1 << 30) == 3
     assert theirs.fitting(8193, 1 << 20) is None
@@ -76,10 +76,10 @@ def test_the_smallest_posted_slot_that_fits_is_found(ours: Posts, theirs: Posts)
 def test_only_a_posted_record_is_begun_or_revoked(ours: Posts, theirs: Posts, state: int) -> None:
     if state != FREE:
         ours.post(0, 0, 4096)
-        assert theirs.begin(0)
+        assert theirs.begin(0, 1)
     if state == FILLED:
         theirs.fill(0, KEY, 1, 1, 0)
-    assert not theirs.begin(0)
+    assert not theirs.begin(0, 1)
     assert not ours.revoke(0)
     assert ours.states()[0] == state
 
@@ -87,9 +87,20 @@ def test_only_a_posted_record_is_begun_or_revoked(ours: Posts, theirs: Posts, st
 def test_a_revoked_slot_is_not_begun(ours: Posts, theirs: Posts) -> None:
     ours.post(0, 0, 4096)
     assert ours.revoke(0)
-    assert not theirs.begin(0)
+    assert not theirs.begin(0, 1)
     ours.post(0, 4096, 4096)  # the lock has gone again
-    assert theirs.begin(0)
+    assert theirs.begin(0, 1)
+
+
+def test_a_slot_that_is_posted_again_with_less_room_is_not_begun(ours: Posts, theirs: Posts) -> None:
+    ours.post(0, 0, 8192)
+    assert theirs.fitting(8192, 1 << 30) == 0
+    assert ours.revoke(0)
+    ours.post(0, 8192, 4096)
+    assert not theirs.begin(0, 8192)
+    assert ours.revoke(0)  # the lock has gone again
+    ours.post(0, 8192, 8192)
+    assert theirs.begin(0, 8192)
 
 
 def test_whoever_locks_first_is_right(ours: Posts, theirs: Posts) -> None:
@@ -98,21 +109,21 @@ def test_whoever_locks_first_is_right(ours: Posts, theirs: Posts) -> None:
     assert not ours.revoke(0)
     theirs.unlock(0)
     assert ours.lock(0)
-    assert not theirs.begin(0)
+    assert not theirs.begin(0, 1)
     ours.unlock(0)
-    assert theirs.begin(0)
+    assert theirs.begin(0, 1)
 
 
 def test_a_cancelled_record_is_posted_as_before(ours: Posts, theirs: Posts) -> None:
     ours.post(0, 0, 4096)
-    assert theirs.begin(0)
+    assert theirs.begin(0, 1)
     theirs.cancel(0)
     assert ours.revoke(0)
 
 
 def test_a_withdrawal_means_one_generation(ours: Posts, theirs: Posts) -> None:
     ours.post(0, 0, 4096)
-    theirs.begin(0)
+    theirs.begin(0, 1)
     theirs.fill(0, KEY, 5, 100, 2)
     filled = ours.filled(0)
     assert filled is not None
@@ -124,7 +135,7 @@ def test_a_withdrawal_means_one_generation(ours: Posts, theirs: Posts) -> None:
 
 def test_a_copy_known_to_be_over_has_no_event(ours: Posts, theirs: Posts) -> None:
     ours.post(0, 0, 4096)
-    theirs.begin(0)
+    theirs.begin(0, 1)
     theirs.fill(0, KEY, 5, 100, 2)
     theirs.set_over(0)
     assert ours.filled(0) == Filled(0, 5, 100, -1)
@@ -137,7 +148,7 @@ def test_a_sender_that_dies_while_it_fills_leaves_the_record_unlocked(ours: Post
     told, tell = os.pipe()
     pid = os.fork()
     if not pid:
-        Posts.open_peer(desc).begin(0)
+        Posts.open_peer(desc).begin(0, 1)
         os.write(tell, b"x")
         signal.pause()
     assert os.read(told, 1) == b"x"
