@@ -58,11 +58,11 @@ class Fetcher:
         filled = posts.claim(key) if posts is not None else None
         if posts is None or filled is None:
             return None
-        until = self._intake.until(deadline, filled.size)
-        if posts.is_out(filled.size):  # else that waits until a get() has nothing to do
-            posts.replenish()
-        settlement = link.settlement(filled.generation)  # once it is there, every microsecond is one more
         try:
+            until = self._intake.until(deadline, filled.size)
+            if posts.is_out(filled.size):  # else that waits until a get() has nothing to do
+                posts.replenish()
+            settlement = link.settlement(filled.generation)  # once it is there, every microsecond is one more
             arrived = posts.arrived(filled, until)
         except (WireError, TransferFailed) as exc:
             posts.drop(filled)

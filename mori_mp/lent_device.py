@@ -221,7 +221,7 @@ class LentDevice:
             runtime.memcpy_async(target, self.address + offset, size, stream)
             runtime.event_record(done, stream)
             ended = self._await(done, deadline)
-        except GpuError:
+        except BaseException:  # a keyboard interrupt, too: what comes now takes both ends for unused
             with suppress(GpuError):  # a lost context runs no copies any more
                 self._waiting.stream_synchronize(stream)
             self._idle.append((stream, done))

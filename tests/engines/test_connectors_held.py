@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 from connector_support import eventually
@@ -64,6 +66,21 @@ def test_a_copy_that_does_not_end_keeps_the_deadline_and_both_ends(held_stages: 
     assert receiver("get", "k", metadata, 10.0)["digest"] == crc(24, MB)
     receiver("release", "k")
     eventually(lambda: (sender("collect"), used(sender) == 0)[1], "settled")
+
+
+def test_a_copy_is_over_before_an_interrupt_lets_go_of_its_slot(held_stages: Stages) -> None:
+    sender, receiver = held_stages.pair()
+    sender("tensor", "x", 26, 50_000)
+    sender("put", "k", "x")
+    receiver.block["latency_us"] = 1_000_000
+    receiver.ask("get_until_interrupted", "k", 50_000)
+    eventually(lambda: receiver.block["copies"] > 0, "copy begun")
+    os.kill(receiver.pid, signal.SIGINT)
+    assert receiver.answer() == crc(26, 50_000)
+    receiver.block["latency_us"] = 0
+    assert receiver("get", "k", None, 10.0)["digest"] == crc(26, 50_000)
+    receiver("release", "k")
+    eventually(lambda: (sender("collect"), used(sender) == used(receiver) == 0)[1], "slots free")
 
 
 def test_a_receiver_that_closes_in_its_copy_keeps_its_memory(held_stages: Stages) -> None:
