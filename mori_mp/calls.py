@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
+from mori_mp.shared import forks
 from mori_mp.shared.errors import ConnectorClosed
 
 
@@ -35,6 +37,9 @@ class Calls:
         self._changed = threading.Condition(self._lock)
         self._under_way = 0
         self._shut = False
+        self._why = "closed"
+        self._pid = os.getpid()
+        forks.watch(self)
         self._last: Callable[[], None] | None = None
 
     def counted(self, what: str) -> _Call:
@@ -62,13 +67,21 @@ class Calls:
     def check_open(self, what: str) -> None:
         """Raise ConnectorClosed after shut()."""
         if self._shut:
-            raise ConnectorClosed(f"{what}(): the connector is closed")
+            raise ConnectorClosed(f"{what}(): the connector is {self._why}")
 
     def shut(self) -> bool:
         """Refuse calls from now on; False if they were refused already."""
         with self._lock:
             before, self._shut = self._shut, True
             return not before
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: refuse calls, and close() too. For `mori_mp.shared.forks`."""
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        if not self._shut:
+            self._shut = True
+            self._why = f"that of process {self._pid}, which this one was forked from: make one here"
 
     def afterwards(self, action: Callable[[], None], wait: float) -> None:
         """Have an action when, after shut(), no call is under way any more.

@@ -23,6 +23,8 @@ from typing import NoReturn, SupportsIndex
 
 import torch
 
+from mori_mp.shared import forks
+
 logger = logging.getLogger(__name__)
 
 
@@ -57,6 +59,7 @@ class ManagedBuffer:
         self.pool_tensor = pool_tensor
         self.offset = offset
         self.size = size
+        self._generation = forks.generation
         self._on_release = [on_release]  # last: an object without it owns nothing
 
     @property
@@ -128,7 +131,8 @@ class ManagedBuffer:
             on_release = self._on_release.pop()
         except IndexError:
             return
-        on_release()
+        if self._generation == forks.generation:  # else this is a forked child, and the slot the parent's
+            on_release()
 
     def __enter__(self) -> ManagedBuffer:
         return self

@@ -5,6 +5,7 @@
     {"op": "digest"}                                      -> SHA-256 of everything that is held
     {"op": "release"}                                     -> number of payloads let go
     {"op": "health"}                                      -> health()
+    {"op": "fork"}                                        -> process id of a forked child, which only waits
     {"op": "close"}                                       -> seconds that it took
 
 Its first line says who it is. It ends with its standard input.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -51,6 +53,11 @@ def main() -> None:
                 buffer.release()
             say(len(held))
             held.clear()
+        elif op == "fork":
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            say(child)
         elif op == "health":
             say(connector.health())
         else:

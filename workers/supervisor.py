@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from mori_mp.shared import messages
+from mori_mp.shared import forks, messages
 from mori_mp.shared.errors import MoriMPError, StartupError
 from mori_mp.shared.faults import Faults
 from mori_mp.shared.messages import ControlSetup, HotToControl
@@ -122,6 +122,7 @@ class Supervisor:
         self._start_error = ""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="mori-mp-supervisor", daemon=True)
+        forks.watch(self)
 
     # ----------------------------------------------------------------------- start
     def start(self) -> None:
@@ -323,6 +324,12 @@ class Supervisor:
         return True
 
     # ----------------------------------------------------------------------- close
+    def leave_to_parent(self) -> None:
+        """In a forked child: let go of the lifeline, which must end with the stage. For `shared.forks`."""
+        self._closing = True
+        if self._control is not None:
+            self._control.cut_lifeline()
+
     def close(self) -> None:
         """End the control loop and its workers within the budget, and remove every trace. Idempotent."""
         if self._closing:
