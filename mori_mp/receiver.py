@@ -300,7 +300,7 @@ class Receiver:
         """Let go of every socket and of other stages' pools. A get() that waits returns None."""
         self._board.close()
         self._intake.close()
-        for link in self._links.values():
+        for link in list(self._links.values()):  # a get() may just be making one
             link.close()
 
     def let_go_of_pool(self) -> None:

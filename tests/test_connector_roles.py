@@ -475,6 +475,21 @@ def no_thread_died() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_thread_died")
+def test_closed_while_a_get_makes_a_link(make_connector: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_connector.pair()
+    links = pair.receiver.receiver._links
+    link = next(iter(links.values()))
+    close = link.close
+
+    def close_beside_a_get() -> None:
+        links["127.0.0.1", 1] = link
+        close()
+
+    monkeypatch.setattr(link, "close", close_beside_a_get)
+    pair.receiver.close()
+    assert pair.receiver.health()["status"] == "unhealthy"
+
+
 def test_closed_by_many_threads_at_once(make_connector: Factory) -> None:
     sender = make_connector.sender(memory_pool_size=MIB)
     barrier = threading.Barrier(4)
