@@ -14,12 +14,13 @@ import torch
 from mori_mp import codec
 from mori_mp.device_pool import DevicePool
 from mori_mp.intake import Intake, Late, standalone
-from mori_mp.landing import Delivery
+from mori_mp.landing import Delivery, Slot
 from mori_mp.lent_device import LentDevice, StillCopying
 from mori_mp.link import Link
 from mori_mp.managed import ManagedBuffer
 from mori_mp.meters import StageMeters
 from mori_mp.posted import PostedSlots
+from mori_mp.pulls import LateHandler
 from mori_mp.shared import wire
 from mori_mp.shared.errors import CorruptPayload, EngineUnavailable, TransferFailed, WireError
 
@@ -206,7 +207,26 @@ class Fetcher:
         self._expect(link, ready.size)
         return self._finish(order, ready.fast_path, slot.landed(link.send_queued), "lease")
 
-    def _pull(self, order: _Order, request: wire.Pull) -> wire.Done | None:
+    def _pull(
+        self, order: _Order, request: wire.Pull, on_late: LateHandler, slot: Slot | None = None
+    ) -> wire.Done | None:
+        """Pull; None when it is given up, as it also is by an interrupt. on_late gets a late answer then.
+
+        slot: where the payload is to land, which may then still be written to.
+        """
+        done = None
+        try:
+            done = self._answer(order, request)
+        finally:
+            if done is None:
+                if order.ready.generation:
+                    order.link.mailbox.put_back(order.ready)
+                if slot is not None:
+                    self._intake.quarantine(slot, order.link)
+                order.link.abandon(request, on_late)
+        return done
+
+    def _answer(self, order: _Order, request: wire.Pull) -> wire.Done | None:
         link, ready, tracer = order.link, order.ready, self._meters.tracer
         if tracer is None:
             return link.pull(request, order.until)
@@ -225,19 +245,18 @@ class Fetcher:
     def _leased_on_request(self, order: _Order) -> tuple[Any, int] | None:
         link, ready = order.link, order.ready
         request = link.new_pull(ready.key, ready.size, 0, True)
-        done = self._pull(order, request)
+
+        def on_late(done: wire.Done | None) -> None:
+            if done is not None and not done.status:
+                delivery = self._leased(link, ready.key, done)
+                if delivery is not None:
+                    now = time.monotonic()
+                    late = Late(delivery, done.fast_path, "lease", now, order.tensors)
+                    self._intake.keep_late(ready.key, late)
+
+        done = self._pull(order, request, on_late)
         if done is None:
-
-            def on_late(done: wire.Done | None) -> None:
-                if done is not None and not done.status:
-                    delivery = self._leased(link, ready.key, done)
-                    if delivery is not None:
-                        now = time.monotonic()
-                        late = Late(delivery, done.fast_path, "lease", now, order.tensors)
-                        self._intake.keep_late(ready.key, late)
-
             self._gave_up(link, ready)
-            link.abandon(request, on_late)
             return None
         if done.status == wire.ELSEWHERE:
             return _ELSEWHERE
@@ -280,20 +299,18 @@ class Fetcher:
                 link.mailbox.put_back(ready)
             return None
         request = link.new_pull(ready.key, ready.size, slot.offset, False, ready.device)
-        done = self._pull(order, request)
+
+        def on_late(done: wire.Done | None) -> None:
+            self._intake.end_quarantine(slot)
+            if done is None or done.status or not link.mailbox.mark_taken(done.generation):
+                slot.give_back()
+                return
+            late = Late(slot.landed(), done.fast_path, "landing", time.monotonic(), order.tensors)
+            self._intake.keep_late(ready.key, late)
+
+        done = self._pull(order, request, on_late, slot)
         if done is None:
-            self._intake.quarantine(slot, link)
-
-            def on_late(done: wire.Done | None) -> None:
-                self._intake.end_quarantine(slot)
-                if done is None or done.status or not link.mailbox.mark_taken(done.generation):
-                    slot.give_back()
-                    return
-                late = Late(slot.landed(), done.fast_path, "landing", time.monotonic(), order.tensors)
-                self._intake.keep_late(ready.key, late)
-
             self._gave_up(link, ready)
-            link.abandon(request, on_late)
             return None
         if done.status:
             slot.give_back()
@@ -328,8 +345,6 @@ class Fetcher:
         self._intake.counters["timeouts"] += 1
         text = f"the sender did not answer a pull of {ready.size} bytes in time"
         self._intake.fault("get_timeout", text, ready.key, link)
-        if ready.generation:
-            link.mailbox.put_back(ready)
 
     def to_place(self, buffer: ManagedBuffer) -> torch.Tensor:
         """Return a copy of a GPU tensor's bytes where tensors of objects are wanted."""

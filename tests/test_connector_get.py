@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from connector_support import (
     Factory,
     Pair,
     assert_whole,
+    control_pid,
     counter,
     eventually,
     pattern,
@@ -224,6 +225,32 @@ def test_sender_that_is_replaced(make_connector: Factory) -> None:
     with held:
         assert held.to_bytes() == pattern(5000, 2)
     again.assert_whole()
+
+
+@pytest.mark.parametrize("way", ["lease", "landing"])
+def test_interrupted_while_it_is_served(
+    make_connector: Factory, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """What it asked for comes late, and goes to the next one."""
+    pair = make_connector.pair(**WAYS[way])
+    pair.put("first", pattern(5000, 1))
+    assert pair.wait_bytes("first") == pattern(5000, 1)
+    receiver = pair.receiver.receiver
+    link, wait = next(iter(receiver._links.values())), receiver._board.wait
+
+    def interrupted(ready: Callable[[], Any], deadline: float) -> Any:
+        if link._pulls._under_way:
+            raise KeyboardInterrupt
+        return wait(ready, deadline)
+
+    with stopped(control_pid(pair.sender)):
+        metadata = pair.put(KEY, pattern(5000, 2))  # which is not offered before it is pulled
+        with monkeypatch.context() as patch:
+            patch.setattr(receiver._board, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pair.get(KEY, metadata)
+    assert pair.wait_bytes(KEY) == pattern(5000, 2)
+    pair.assert_whole()
 
 
 # -------------------------------------------------------------------------- wake-ups
