@@ -123,6 +123,7 @@ class DevicePool:
             if half:
                 self._runtime.memcpy_async(target, source, half, stream)
                 self._halfway = self._halfway or self._runtime.event_create()
+                self._halfway_of = -1  # also if what follows fails
                 self._runtime.event_record(self._halfway, stream)
             self._runtime.memcpy_async(target + half, source + half, size - half, stream)
             if foreign:

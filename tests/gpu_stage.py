@@ -120,9 +120,7 @@ class Stage:
         try:
             self.get(key, None, 60.0)
         except KeyboardInterrupt:
-            pool = self._ours()._pools.device
-            assert pool is not None
-            return zlib.crc32(bytes(pool.tensor[:size].tolist()))
+            return zlib.crc32(bytes(self._pool().tensor[:size].tolist()))
         return None
 
     def _hold(self, key: str, found: tuple[Any, int] | None) -> dict[str, Any] | None:
@@ -162,6 +160,15 @@ class Stage:
     def use_another_stream(self) -> None:
         """Have the current stream of the emulated GPU be a new one."""
         EmulatedAccelerator._streams.pop(self._device, None)
+
+    def copy_in(self, name: str) -> int:
+        """Have a tensor copied to the beginning of the pool; returns the event behind it."""
+        return self._pool().copy_in(0, self._tensors[name])
+
+    def push_within(self, event: int, size: int) -> int | None:
+        """Push what was copied to the beginning of the pool on to its end."""
+        pool = self._pool()
+        return pool.push(0, size, event, pool.address + pool.size - size)
 
     def halve_from(self, size: int) -> None:
         """Have copies of at least so many bytes pushed in halves."""
@@ -290,6 +297,11 @@ class Stage:
     def _ours(self) -> MoriTransferEngineConnector:
         assert self._connector is not None
         return self._connector
+
+    def _pool(self) -> device_pool.DevicePool:
+        pool = self._ours()._pools.device
+        assert pool is not None
+        return pool
 
     def _describe(self, found: Any) -> dict[str, Any]:
         if isinstance(found, ManagedBuffer):

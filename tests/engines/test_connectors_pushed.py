@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+import pytest
 from connector_support import eventually
-from engine_rig import MB, GpuStage
+from engine_rig import MB, GpuStage, HostError
 from engine_stages import Stages, crc, used
 
 from mori_mp.device_pool import EVENTS
@@ -151,6 +152,21 @@ def test_a_half_of_another_payload_is_not_waited_for(held_stages: Stages) -> Non
     before = sender.block["copies"]
     send(sender, receiver, "k", 10)
     assert sender.block["copies"] == before + 2
+
+
+def test_a_half_of_a_copy_that_fails_is_not_taken_for_that_of_the_one_before(held_stages: Stages) -> None:
+    """Two threads put: the second fails in the middle before the first pushes."""
+    sender, _ = held_stages.pair()
+    sender("tensor", "x", 9, SIZE)
+    sender("halve_from", SIZE)
+    event = sender("copy_in", "x")
+    sender("use_another_stream")
+    sender.block["fail_copy"] = 2
+    with pytest.raises(HostError, match="hipMemcpyAsync failed"):
+        sender("copy_in", "x")
+    before = sender.block["copies"]
+    assert sender("push_within", event, SIZE) is not None
+    assert sender.block["copies"] == before + 1
 
 
 def test_put_and_get_keep_the_gil(stages: Stages) -> None:
