@@ -85,6 +85,7 @@ class Publisher:
         self._live: dict[int, _Publication] = {}
         self._by_name: dict[str, set[int]] = {}
         self._offsets: set[int] = set()
+        self._doomed: set[int] = set()  # of what is live, what is withdrawn or replaced
         self._lock = threading.Lock()
         self.exhausted = 0
 
@@ -303,26 +304,27 @@ class Publisher:
         self, name: str, key: str, place: _InPlace, fast_path: bool, began_ns: int, whole: str = ""
     ) -> None:
         assert self._hot is not None
-        generation = next(self._generations)
         began_us, now_us = began_ns // 1000, time.monotonic_ns() // 1000
-        message = Publish(
-            key,
-            generation,
-            place.offset,
-            place.size,
-            fast_path,
-            False,
-            began_us,
-            now_us - began_us,
-            place.event,
-            place.push is not None,
-        )
         with self._lock:
+            generation = next(self._generations)  # here, so that what is live under the key is older
+            message = Publish(
+                key,
+                generation,
+                place.offset,
+                place.size,
+                fast_path,
+                False,
+                began_us,
+                now_us - began_us,
+                place.event,
+                place.push is not None,
+            )
             of_name = self._by_name.setdefault(name, set())
             replaced = [one for one in of_name if self._live[one].message.key == key]
             self._live[generation] = _Publication(message, name, whole or key, place.ended)
             self._offsets.add(place.offset)
             of_name.add(generation)
+            self._doomed.update(replaced)
         self._hot.send(message)
         if replaced and self._pusher is not None:
             self._pusher.withdraw(replaced)
@@ -336,7 +338,7 @@ class Publisher:
         if place.push is None or self._pusher is None:
             return
         self._pusher.fill(place.push, key, generation)
-        if generation not in self._live:
+        if generation not in self._live or generation in self._doomed:  # another thread's doing
             self._pusher.withdraw([generation])
 
     def withdraw_from_device(self) -> bool:
@@ -373,6 +375,7 @@ class Publisher:
                 if publication is None:
                     continue
                 self._offsets.discard(publication.message.offset)
+                self._doomed.discard(generation)
                 of_name = self._by_name[publication.name]
                 of_name.discard(generation)
                 if not of_name:
@@ -389,6 +392,7 @@ class Publisher:
             generations = [
                 g for g in self._by_name.get(name, ()) if key is None or self._live[g].whole == key
             ]
+            self._doomed.update(generations)
         if generations:
             if self._pusher is not None:
                 self._pusher.withdraw(generations)

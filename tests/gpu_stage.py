@@ -85,6 +85,22 @@ class Stage:
         """Put a GPU tensor."""
         return list(self._ours().put(*edge.split("_"), key, self._tensors[name]))
 
+    def put_beside(self, key: str, name: str, method: str, *arguments: Any) -> None:
+        """Put a GPU tensor; as soon as it is published, another thread calls a method of ours."""
+        hot = self._ours().publisher._hot
+        assert hot is not None
+        send = hot.send
+
+        def send_and_call(message: Any) -> None:
+            hot.send = send  # type: ignore[method-assign]
+            send(message)
+            thread = threading.Thread(target=getattr(self, method), args=arguments)
+            thread.start()
+            thread.join()
+
+        hot.send = send_and_call  # type: ignore[method-assign]
+        self.put(key, name)
+
     def put_view(self, key: str, name: str, start: int, step: int) -> list[Any]:
         """Put a strided view of a GPU tensor."""
         return list(self._ours().put("0", "1", key, self._tensors[name][start::step]))

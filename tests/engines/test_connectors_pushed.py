@@ -212,6 +212,22 @@ def test_a_pushed_payload_that_is_withdrawn_is_not_to_be_had(stages: Stages) -> 
     send(sender, receiver, "next", 8)
 
 
+@pytest.mark.parametrize("beside", [("cleanup", "k"), ("put", "k", "new")], ids=["withdrawn", "replaced"])
+def test_a_pushed_payload_that_is_gone_before_its_receiver_is_told_is_not_to_be_had(
+    stages: Stages, beside: tuple[str, ...]
+) -> None:
+    sender, receiver = stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "old", 7, SIZE)
+    sender("tensor", "new", 8, 5000)  # no slot is posted for these
+    sender("signal_control", signal.SIGSTOP)  # nobody but the stage itself tells that it is gone
+    sender("put_beside", "k", "old", *beside)
+    assert receiver("get", "k", None, 0.3) is None
+    sender("signal_control", signal.SIGCONT)
+    sender("collect")
+    send(sender, receiver, "next", 9)
+
+
 def test_of_two_payloads_under_a_key_the_newer_one_is_got(stages: Stages) -> None:
     sender, receiver = stages.pair()
     acquaint(sender, receiver)
