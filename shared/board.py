@@ -9,7 +9,8 @@ a message. One record of 16 bytes per 4096-byte block, used for the block at whi
 Each record has one writer at a time, so no atomics are needed: the sender's control process writes GRANTED
 before it sends the reply that tells the receiver about the lease; from then on only the receiver writes,
 RELEASED, once. The record's words are aligned, so each store is one store; the control process writes the
-state last. A record of another generation than the entry's is an old one and means nothing.
+state last. A record of another generation than the entry's is an old one and means nothing. Beyond that
+nobody relies on the order of stores: a grant is told of in a message, an offer is read under a file lock.
 """
 
 from __future__ import annotations

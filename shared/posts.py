@@ -24,7 +24,8 @@ description lock on the byte of the record's number (`shared.claims`), so the ke
 dies. WRITING without the lock then tells that a copy of a dead sender's may be under way, until its process
 is gone.
 
-Each word has one writer at a time, is aligned and so is one store; the state is written last. Nobody trusts
+Each word has one writer at a time, is aligned and so is one store; the state is written last and read first
+(`shared.ordering`). Nobody trusts
 what the other has written: a receiver keeps offset and room to itself, and both check what they read.
 """
 
@@ -39,6 +40,7 @@ import msgspec
 from mori_mp.shared import memfd
 from mori_mp.shared.claims import Claims
 from mori_mp.shared.errors import EngineUnavailable, WireError
+from mori_mp.shared.ordering import fence
 from mori_mp.shared.wire import MAX_KEY_BYTES
 
 RECORDS = 8
@@ -129,12 +131,15 @@ class Posts:
 
     def states(self) -> list[int]:
         """Return of each record whether it is FREE, POSTED, WRITING or FILLED."""
-        return self._states.tolist()
+        states = self._states.tolist()
+        fence()
+        return states
 
     # -------------------------------------------------------------------------- receiver
     def post(self, record: int, offset: int, room: int) -> None:
         """Post a slot in a FREE record."""
         self._offsets[record], self._rooms[record] = offset, room
+        fence()
         self._states[record] = POSTED
 
     def revoke(self, record: int) -> bool:
@@ -151,6 +156,7 @@ class Posts:
         """Return what a FILLED record holds; None for any other."""
         if self._states[record] != FILLED:
             return None
+        fence()
         return Filled(record, self._generations[record], self._sizes[record], self._events[record])
 
     def holds(self, record: int, key: bytes) -> bool:
@@ -186,11 +192,13 @@ class Posts:
         """
         if self._states[record] != POSTED or not self.lock(record):
             return False
-        if self._states[record] != POSTED or self._rooms[record] < size:
-            self.unlock(record)
-            return False
-        self._states[record] = WRITING
-        return True
+        if self._states[record] == POSTED:
+            fence()
+            if self._rooms[record] >= size:
+                self._states[record] = WRITING
+                return True
+        self.unlock(record)
+        return False
 
     def fill(self, record: int, key: bytes, generation: int, size: int, event: int) -> None:
         """Say what is being copied into a record that has been begun, and unlock it."""
@@ -198,6 +206,7 @@ class Posts:
         self._events[record], self._lengths[record] = event, length
         self._generations[record], self._sizes[record] = generation, size
         self._keys[at : at + length] = key
+        fence()
         self._states[record] = FILLED
         self.unlock(record)
 

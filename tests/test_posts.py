@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from mori_mp.shared import memfd
+from mori_mp.shared import memfd, ordering, posts
 from mori_mp.shared.errors import EngineUnavailable, WireError
 from mori_mp.shared.posts import FILLED, FREE, POSTED, RECORDS, WRITING, Filled, Posts, PostsDescriptor
 
@@ -180,3 +180,33 @@ def test_a_descriptor_of_something_else_is_refused(ours: Posts) -> None:
     for junk in (b"", b"\xff", msgspec.msgpack.encode([0, 1, 2, "h", b"", ""]), msgspec.msgpack.encode([1])):
         with pytest.raises(WireError):
             PostsDescriptor.unpack(junk)
+
+
+def test_the_state_is_written_last_and_read_first(
+    ours: Posts, theirs: Posts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processor does not keep the order by itself."""
+    seen: list[tuple[int, int | None]] = []
+    reader = Posts.open_peer(ours.descriptor(b"", "s0"))
+
+    def look() -> None:
+        seen.append((reader._states[0], reader._offsets[0] if not reader._generations[0] else None))
+
+    monkeypatch.setattr(posts, "fence", look)
+    ours.post(0, 8192, 4096)
+    assert seen == [(FREE, 8192)]
+    assert theirs.begin(0, 4096)
+    assert seen.pop() == (POSTED, 8192)
+    theirs.fill(0, KEY, 41, 1000, 9)
+    assert seen[1:] == [(WRITING, None)]
+    assert reader.holds(0, KEY)
+    reads = [lambda: ours.states()[0] == FILLED, lambda: ours.filled(0) == Filled(0, 41, 1000, 9)]
+    for count, read in enumerate(reads, 3):
+        assert read()
+        assert len(seen) == count
+    reader.close()
+
+
+def test_a_fence_can_be_had_on_any_machine() -> None:
+    ordering._fence()
+    ordering.fence()
