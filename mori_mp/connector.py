@@ -30,7 +30,7 @@ from mori_mp import heart as hearts
 from mori_mp.backend import choose
 from mori_mp.calls import Calls
 from mori_mp.config import ConnectorConfig
-from mori_mp.device_pool import DevicePool
+from mori_mp.device_pool import DevicePool, await_end
 from mori_mp.endpoint import check_bindable, resolve_host
 from mori_mp.health import StageHealth
 from mori_mp.intake import Timeouts
@@ -439,7 +439,7 @@ class MoriTransferEngineConnector:
         in_use = ""
         if self._pools.device is not None and not self.publisher.withdraw_from_device():
             in_use = "a receiver is reading it"
-        elif self.receiver.late_device_writes:
+        elif not await_end(lambda: self.receiver.late_device_copies) or self.receiver.late_device_writes:
             in_use = "a sender may still write there"
         self._pools.close(in_use)
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -43,6 +45,9 @@ EVENTS = 64
 
 _HALVES_BYTES = 128 << 20
 """From here on a push begins when half of the copy into the pool is done: what is smaller is done by then."""
+
+_END_SECONDS = 0.5  # how long close() waits for copies, which take a millisecond unless they are held up
+_LOOK_AGAIN_SECONDS = 0.001
 
 _never_freed: list[tuple[torch.Tensor, Passive | None, LentPool | None]] = []
 """Memory of closed pools that others may still use, with its registration and events."""
@@ -245,7 +250,7 @@ class DevicePool:
         with self._lock:
             if not hasattr(self, "tensor"):
                 return
-            if self._lent is not None and not all(map(self.has_happened, range(EVENTS))):
+            if not await_end(lambda: not all(map(self.has_happened, range(EVENTS)))):
                 in_use = in_use or "a copy into it has not ended"
             if in_use:
                 logger.warning("%d bytes of GPU memory are kept until exit: %s", self.size, in_use)
@@ -262,6 +267,16 @@ class DevicePool:
                         self._runtime.event_destroy(self._halfway)
             self._passive, self._lent, self._push_stream = None, None, 0
             del self.tensor
+
+
+def await_end(under_way: Callable[[], bool]) -> bool:
+    """Wait for GPU copies that nothing holds up; False if they go on. The runtime has no wait with an end."""
+    deadline = time.monotonic() + _END_SECONDS
+    while under_way():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_AGAIN_SECONDS)
+    return True
 
 
 class DeviceSlots(Slots):

@@ -86,12 +86,17 @@ class Receiver:
         self._fetcher.use_device(pool)
 
     @property
-    def late_device_writes(self) -> bool:
-        """Tell whether a write into the GPU pool may still come."""
+    def late_device_copies(self) -> bool:
+        """Tell whether a GPU copy from or into the GPU pool is still to end, once this is closed."""
         if self._intake.device is not None:
             self._intake.device.slots.collect()  # which asks for the end of copies
         late = [link.memory.late_copies for link in list(self._links.values())]
-        return any(late) or self._intake.late_device_writes
+        return any(late)  # of all, since each lets go of what has ended
+
+    @property
+    def late_device_writes(self) -> bool:
+        """Tell whether a write into the GPU pool may still come."""
+        return self.late_device_copies or self._intake.late_device_writes
 
     # ---------------------------------------------------------------------------- links
     def link(self, host: str, port: int, edge: str) -> Link:

@@ -173,6 +173,10 @@ class Stage:
     def close(self) -> None:
         self._ours().close()
 
+    def kept(self) -> int:
+        """Return how many closed GPU pools this process keeps, as others may still use them."""
+        return len(device_pool._never_freed)
+
     def use_another_stream(self) -> None:
         """Have the current stream of the emulated GPU be a new one."""
         EmulatedAccelerator._streams.pop(self._device, None)

@@ -447,3 +447,15 @@ def test_a_receiver_that_closes_in_a_push_keeps_its_memory(held_stages: Stages) 
     sender.block["hold"] = 0
     eventually(lambda: (sender("collect"), sender("digest_of", "x") == crc(6, SIZE))[1], "copy over")
     assert receiver("digest_of", "mine") == crc(70, 8 * MB)
+
+
+@pytest.mark.parametrize("closes", ["sender", "receiver"])
+def test_who_closes_in_a_push_that_ends_keeps_nothing(held_stages: Stages, closes: str) -> None:
+    sender, receiver = held_stages.pair()
+    acquaint(sender, receiver)
+    sender("tensor", "x", 6, SIZE)
+    sender.block["latency_us"] = 200_000  # of each of the two copies
+    sender("put", "k", "x")
+    stage = sender if closes == "sender" else receiver
+    stage("close")
+    assert stage("kept") == 0
