@@ -72,12 +72,20 @@ def test_a_copy_is_over_before_an_interrupt_lets_go_of_its_slot(held_stages: Sta
     sender, receiver = held_stages.pair()
     sender("tensor", "x", 26, 50_000)
     sender("put", "k", "x")
-    receiver.block["latency_us"] = 1_000_000
+    receiver.block["hold"] = 1
     receiver.ask("get_until_interrupted", "k", 50_000)
     eventually(lambda: receiver.block["copies"] > 0, "copy begun")
     os.kill(receiver.pid, signal.SIGINT)
+    queries = -1
+
+    def interrupted() -> bool:
+        nonlocal queries
+        before, queries = queries, receiver.block["event_queries"]
+        return queries == before
+
+    eventually(interrupted, "nobody asks any more whether the copy is over")
+    receiver.block["hold"] = 0
     assert receiver.answer() == crc(26, 50_000)
-    receiver.block["latency_us"] = 0
     assert receiver("get", "k", None, 10.0)["digest"] == crc(26, 50_000)
     receiver("release", "k")
     eventually(lambda: (sender("collect"), used(sender) == used(receiver) == 0)[1], "slots free")
