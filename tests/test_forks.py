@@ -90,6 +90,6 @@ def test_a_stage_that_dies_is_not_outlived_while_its_child_lives(make_stage: typ
     try:
         stage.kill()
         eventually(lambda: all(state_of(pid) in ("", "Z") for pid in family), "its processes gone")
-        assert state_of(child) == "S"
+        assert state_of(child) not in ("", "Z")
     finally:
         os.kill(child, signal.SIGKILL)
