@@ -207,8 +207,7 @@ def test_a_pushed_payload_that_is_withdrawn_is_not_to_be_had(stages: Stages) -> 
     sender("cleanup", "k")
     assert receiver("get", "k", None, 0.3) is None
     sender("signal_control", signal.SIGCONT)
-    sender("collect")
-    assert used(sender) == 0
+    eventually(lambda: (sender("collect"), used(sender) == 0)[1], "slot free")
     send(sender, receiver, "next", 8)
 
 
