@@ -250,8 +250,8 @@ class DevicePool:
         with self._lock:
             if not hasattr(self, "tensor"):
                 return
-            if not await_end(lambda: not all(map(self.has_happened, range(EVENTS)))):
-                in_use = in_use or "a copy into it has not ended"
+            if not in_use and not await_end(lambda: not all(map(self.has_happened, range(EVENTS)))):
+                in_use = "a copy into it has not ended"
             if in_use:
                 logger.warning("%d bytes of GPU memory are kept until exit: %s", self.size, in_use)
                 _never_freed.append((self.tensor, self._passive, self._lent))

@@ -132,11 +132,7 @@ class Publisher:
         began_ns = time.monotonic_ns()
         if len(key.encode()) > wire.MAX_KEY_BYTES:
             raise PayloadError(f"key {key[:80]!r}… is longer than {wire.MAX_KEY_BYTES} bytes")
-        pool = self._device
-        if pool is not None and isinstance(data, torch.Tensor) and pool.holds(data):
-            done = self._put_on_device(pool, name, key, data, began_ns)
-        else:
-            done = self._put(name, key, data, began_ns)
+        done = self._put(name, key, data, began_ns)
         if len(self._live) >= _COLLECT_PUTS:  # not before: who waits for this payload would wait for that
             self.collect()
         return done
